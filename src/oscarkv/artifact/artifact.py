@@ -1,0 +1,128 @@
+"""What calibration produces, and what it must satisfy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscarkv.errors import ArtifactError, ModelMismatchError
+from oscarkv.recipe import Recipe
+
+FORMAT_VERSION = 1
+#: Largest entry of A A^-1 - I that a file may have; fp32 inverses of sane transforms have 1e-5.
+INVERSE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model an artifact belongs to. Geometry must agree, and so must the weights."""
+
+    name: str
+    architecture: str
+    layers: int  # of the model, quantised or not
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    rope: str  # JSON of the RoPE parameters
+    fingerprint: str  # hash of a sample of the weights; empty: unknown
+
+    def require_match(self, model: ModelIdentity) -> None:
+        """Refuse to be used with another model, naming the first thing that differs."""
+        for what in ("architecture", "layers", "query_heads", "kv_heads", "head_dim", "rope"):
+            mine, theirs = getattr(self, what), getattr(model, what)
+            if mine != theirs and mine != "":
+                raise ModelMismatchError(
+                    f"this artifact was calibrated for {self.name} ({what} {mine}), but the model "
+                    f"{model.name} has {what} {theirs}; calibrate that model: oscarkv calibrate"
+                )
+        if self.fingerprint and model.fingerprint and self.fingerprint != model.fingerprint:
+            raise ModelMismatchError(
+                f"this artifact was calibrated for other weights ({self.name}, fingerprint "
+                f"{self.fingerprint[:12]}) than those of {model.name} "
+                f"({model.fingerprint[:12]}); calibrate these weights: oscarkv calibrate"
+            )
+
+
+@dataclass
+class LayerTransforms:
+    """One layer, fp32, per KV head. Row vectors: stored k' = (k - m) A, read with q' = q A^-T."""
+
+    key: Tensor  # A [H, d, d]
+    query: Tensor  # A^-T [H, d, d]
+    key_mean: Tensor  # [H, d]
+    value: Tensor  # B [H, d, d]
+    value_inverse: Tensor  # B^-1 [H, d, d]
+    value_mean: Tensor  # [H, d]
+    exponents: Tensor  # int32 [2, H]: e0 of the 8-bit scales of keys and values
+    spectrum: Tensor  # [H, d]: energy of the stored keys along their principal axes, descending
+    errors: Tensor  # [2, H]: relative error of logits and of values on held-back text; NaN unknown
+    fallback: Tensor  # int32 [H]: 1 where the self-check replaced the key transform by Hadamard
+    metric: Tensor | None = None  # A^-1 M_Q A^-T [H, d, d], with metric rounding only
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def condition(self) -> Tensor:
+        """cond(A) per head."""
+        return torch.linalg.cond(self.key.double())
+
+
+@dataclass
+class Artifact:
+    """Transforms for the quantised layers of one model under one recipe."""
+
+    model: ModelIdentity
+    recipe: Recipe
+    layers: dict[int, LayerTransforms]
+    calibration: dict[str, Any] = field(default_factory=dict)  # corpus, tokens, lengths, seed
+    library_version: str = ""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check shapes, types, finite values and inverses; the message names the layer."""
+        heads, dim = self.model.kv_heads, self.model.head_dim
+        shapes = {
+            "key": (heads, dim, dim),
+            "query": (heads, dim, dim),
+            "key_mean": (heads, dim),
+            "value": (heads, dim, dim),
+            "value_inverse": (heads, dim, dim),
+            "value_mean": (heads, dim),
+            "exponents": (2, heads),
+            "spectrum": (heads, dim),
+            "errors": (2, heads),
+            "fallback": (heads,),
+            "metric": (heads, dim, dim),
+        }
+        integers = ("exponents", "fallback")
+        for index, layer in self.layers.items():
+            if not 0 <= index < self.model.layers:
+                raise ArtifactError(f"layer {index} of a model with {self.model.layers} layers")
+            for name, tensor in layer.tensors().items():
+                where = f"layer {index}: {name}"
+                if tuple(tensor.shape) != shapes[name]:
+                    raise ArtifactError(
+                        f"{where} has shape {list(tensor.shape)}, expected {list(shapes[name])}"
+                    )
+                expected = torch.int32 if name in integers else torch.float32
+                if tensor.dtype != expected:
+                    raise ArtifactError(f"{where} is {tensor.dtype}, expected {expected}")
+                if name not in ("errors", *integers) and not bool(torch.isfinite(tensor).all()):
+                    raise ArtifactError(f"{where} has NaN or infinite entries")
+            _require_inverse(layer.key, layer.query.mT, f"layer {index}: key transform")
+            _require_inverse(layer.value, layer.value_inverse, f"layer {index}: value transform")
+
+
+def _require_inverse(matrix: Tensor, inverse: Tensor, where: str) -> None:
+    product = matrix.double() @ inverse.double()
+    eye = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
+    error = float((product - eye).abs().max())
+    if not error <= INVERSE_TOLERANCE:
+        raise ArtifactError(f"{where} and its inverse differ from identity by {error:.2g}")

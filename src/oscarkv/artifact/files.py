@@ -1,0 +1,140 @@
+"""Reading and writing artifact files. Pickles are never loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from oscarkv.artifact.artifact import FORMAT_VERSION, Artifact, LayerTransforms, ModelIdentity
+from oscarkv.errors import ArtifactError, OscarError
+from oscarkv.recipe import Recipe
+
+#: The one metadata key of an artifact file; its value is a JSON object.
+HEADER_KEY = "oscarkv"
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a temporary file beside `path`, then move it there in one step."""
+    path = Path(path)
+    handle, name = -1, ""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        write(Path(name))
+        os.replace(name, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OscarError(f"cannot write {path}: {reason}; nothing was changed there") from None
+    finally:
+        if name and os.path.exists(name):
+            os.unlink(name)
+
+
+def save_artifact(artifact: Artifact, path: str | Path) -> None:
+    """Write an artifact; the file appears whole or not at all."""
+    tensors = {
+        f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
+        for index, layer in artifact.layers.items()
+        for name, tensor in layer.tensors().items()
+    }
+    header = {
+        "format_version": FORMAT_VERSION,
+        "library_version": library_version(),
+        "model": dataclasses.asdict(artifact.model),
+        "recipe": dataclasses.asdict(artifact.recipe),
+        "calibration": artifact.calibration,
+        "quantised_layers": sorted(artifact.layers),
+    }
+    data = save(tensors, metadata={HEADER_KEY: json.dumps(header, sort_keys=True)})
+    write_atomically(Path(path), lambda part: _write_bytes(part, data))
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def load_artifact(path: str | Path) -> Artifact:
+    """Read and check an artifact file."""
+    path = Path(path)
+    if not path.exists():
+        raise ArtifactError(f"{path} does not exist; make one with: oscarkv calibrate")
+    if path.is_dir():
+        raise ArtifactError(f"{path} is a directory, not an artifact file")
+    _refuse_pickles(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is not a readable safetensors file ({error}); it may be cut off or damaged: "
+            "copy it again, or calibrate anew"
+        ) from None
+    try:
+        return _parse(metadata, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{path}: damaged header: {error!r}") from None
+    except OscarError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
+    if HEADER_KEY not in metadata:
+        raise ArtifactError("a safetensors file, but not an oscarkv artifact (no header)")
+    header = json.loads(metadata[HEADER_KEY])
+    found = header["format_version"]
+    if found != FORMAT_VERSION:
+        raise ArtifactError(
+            f"artifact format {found}, this oscarkv ({library_version()}) reads format "
+            f"{FORMAT_VERSION}; install the version that wrote it "
+            f"({header.get('library_version', 'unknown')}) or calibrate anew"
+        )
+    by_layer: dict[int, dict[str, Any]] = {index: {} for index in header["quantised_layers"]}
+    fields = {item.name for item in dataclasses.fields(LayerTransforms)}
+    for name, tensor in tensors.items():
+        prefix, _, rest = name.partition(".")
+        index, _, part = rest.partition(".")
+        if prefix != "layers" or not index.isdigit() or part not in fields:
+            raise ArtifactError(f"unexpected tensor {name!r}")
+        if int(index) not in by_layer:
+            raise ArtifactError(f"tensor {name!r} of a layer the header does not list")
+        by_layer[int(index)][part] = tensor
+    layers = {}
+    for index, parts in by_layer.items():
+        missing = sorted(fields - {"metric"} - set(parts))
+        if missing:
+            raise ArtifactError(f"layer {index}: missing {', '.join(missing)}")
+        layers[index] = LayerTransforms(**parts)
+    return Artifact(
+        ModelIdentity(**header["model"]),
+        Recipe().replace(**header["recipe"]),
+        layers,
+        header["calibration"],
+        header["library_version"],
+    )
+
+
+def _refuse_pickles(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        raise ArtifactError(
+            f"{path} is a pickled PyTorch file, not an artifact; RotationZoo files are brought in "
+            "with: oscarkv zoo import"
+        )
+
+
+def library_version() -> str:
+    try:
+        return version("oscarkv")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,292 @@
+"""A batch of ragged sequences over two page pools: packed history and exact windows.
+
+    positions   0 ........ sink ................................ length - recent ......... length
+    windows     [== exact ==]                                            [====== exact ======]
+    history     [================================ packed ====================================]
+
+Every token is packed once, when it is appended; those in the sink and the recent window keep an
+exact copy as well, in pages of 16 tokens. Leaving the window is then nothing but dropping a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from oscarkv.cache.allocator import PageAllocator
+from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.errors import CacheError
+from oscarkv.kernels import LayerCache
+from oscarkv.kernels.torch_backend import decode_tokens
+
+#: Chunks up to this long keep exact copies of all their tokens, so that a speculative step can be
+#: rolled back with nothing lost; longer ones keep those of the last `recent` tokens.
+ROLLBACK_TOKENS = 64
+#: Pools grow by at least this share: few copies, little slack.
+GROWTH = 1 / 16
+
+
+@dataclass
+class _Sequence:
+    length: int = 0
+    history: list[int] = field(default_factory=list)  # page of each `page_size` positions
+    windows: list[int] = field(default_factory=list)  # page of each 16 positions, 0 if none
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a backend needs to write and read one step's tokens."""
+
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    history_table: Tensor
+    window_table: Tensor
+    history_slots: Tensor
+    window_slots: Tensor
+
+
+class PagedCache:
+    """Pages of all layers, allocated together: page n is page n of every layer.
+
+    `layers` come with empty pools (only page 0); the cache grows them as tokens arrive, up to
+    `max_pages` history pages where that is given.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        *,
+        sink: int,
+        recent: int,
+        page_size: int,
+        keep_history: bool = True,
+        max_pages: int | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.sink, self.recent, self.page_size = sink, recent, page_size
+        self.keep_history = keep_history
+        self.max_pages = max_pages
+        self.history_pages = PageAllocator()
+        self.window_pages = PageAllocator()
+        self._sequences: list[_Sequence] = []
+        self.device = self.layers[0].history.device
+
+    # -- sequences ---------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sequence.length for sequence in self._sequences]
+
+    def add(self, count: int = 1) -> None:
+        """Add empty sequences at the end of the batch."""
+        self._sequences.extend(_Sequence() for _ in range(count))
+
+    def fork(self, index: int) -> None:
+        """Add a copy of a sequence that shares its pages until one of the two writes."""
+        self._sequences.append(self._copy(self._sequences[index]))
+
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Make sequence i a copy of the old sequence indices[i]; the others are freed."""
+        before = self._sequences
+        self._sequences = [self._copy(before[index]) for index in indices]
+        for sequence in before:
+            self._release(sequence, 0)
+
+    def free(self, index: int) -> None:
+        """Drop a sequence from the batch; those after it move up."""
+        self._release(self._sequences.pop(index), 0)
+
+    def truncate(self, index: int, length: int) -> None:
+        """Forget the tokens from `length` on.
+
+        Where the window then reaches back to tokens whose exact copies are gone (only after
+        cutting into a long chunk), they are filled in from the packed history.
+        """
+        sequence = self._sequences[index]
+        if not 0 <= length <= sequence.length:
+            raise CacheError(f"sequence {index} has {sequence.length} tokens, not {length} or more")
+        if length == sequence.length:
+            return
+        self._release(sequence, length)
+        sequence.length = length
+        missing = [w for w in self._needed_windows(length) if not sequence.windows[w]]
+        self._ensure(0, len(missing))
+        for window in missing:
+            sequence.windows[window] = self.window_pages.allocate()
+            self._refill_window(sequence, window)
+
+    def _copy(self, sequence: _Sequence) -> _Sequence:
+        history = [self.history_pages.share(page) for page in sequence.history]
+        windows = [self.window_pages.share(page) for page in sequence.windows]
+        return _Sequence(sequence.length, history, windows)
+
+    def _release(self, sequence: _Sequence, length: int) -> None:
+        """Release the pages that hold no position below `length`."""
+        keep = -(-length // self.page_size) if self.keep_history else 0
+        for page in sequence.history[keep:]:
+            self.history_pages.release(page)
+        del sequence.history[keep:]
+        keep = -(-length // PAGE_QUANTUM)
+        for page in sequence.windows[keep:]:
+            self.window_pages.release(page)
+        del sequence.windows[keep:]
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def append(self, counts: Sequence[int]) -> Step:
+        """Make room for counts[i] new tokens of sequence i, and say where they go."""
+        if len(counts) != len(self._sequences):
+            raise CacheError(f"{len(counts)} counts for {len(self._sequences)} sequences")
+        plans = [self._plan(s, n) for s, n in zip(self._sequences, counts, strict=True)]
+        self._ensure(sum(p.history for p in plans), sum(p.windows for p in plans))
+        history_slots: list[int] = []
+        window_slots: list[int] = []
+        for sequence, count, plan in zip(self._sequences, counts, plans, strict=True):
+            self._drop_windows(sequence)
+            self._own_last_pages(sequence)
+            start = sequence.length
+            sequence.length += count
+            if self.keep_history:
+                while len(sequence.history) * self.page_size < sequence.length:
+                    sequence.history.append(self.history_pages.allocate())
+            columns = -(-sequence.length // PAGE_QUANTUM)
+            sequence.windows.extend([0] * (columns - len(sequence.windows)))
+            for window in plan.new_windows:
+                if not sequence.windows[window]:
+                    sequence.windows[window] = self.window_pages.allocate()
+            positions = range(start, sequence.length)
+            history_slots += _slots(sequence.history, positions, self.page_size)
+            window_slots += _slots(sequence.windows, positions, PAGE_QUANTUM)
+        return self._step(counts, history_slots, window_slots)
+
+    @dataclass
+    class _Need:
+        history: int
+        windows: int
+        new_windows: list[int]
+
+    def _plan(self, sequence: _Sequence, count: int) -> _Need:
+        """The pages an append may take, copies on write included (an upper bound)."""
+        if count < 0:
+            raise CacheError(f"cannot append {count} tokens")
+        end = sequence.length + count
+        first = sequence.length // PAGE_QUANTUM
+        last = -(-end // PAGE_QUANTUM)
+        if count <= ROLLBACK_TOKENS:
+            new = list(range(first, last))
+        else:
+            recent = max(first, max(0, end - self.recent) // PAGE_QUANTUM)
+            sink = min(-(-self.sink // PAGE_QUANTUM), last)
+            new = sorted({*range(first, sink), *range(recent, last)})
+        pages = -(-end // self.page_size) - len(sequence.history) if self.keep_history else 0
+        return self._Need(pages + 1, len(new) + 1, new) if count else self._Need(0, 0, [])
+
+    def _drop_windows(self, sequence: _Sequence) -> None:
+        """Release window pages that no query from the sequence's end on will read."""
+        first = -(-self.sink // PAGE_QUANTUM)
+        last = (sequence.length - self.recent + 1) // PAGE_QUANTUM
+        for window in range(last - 1, first - 1, -1):
+            if not sequence.windows[window]:
+                break  # everything older was dropped before
+            self.window_pages.release(sequence.windows[window])
+            sequence.windows[window] = 0
+
+    def _needed_windows(self, length: int) -> list[int]:
+        """Window pages with a position that a query at `length` reads exactly."""
+        columns = -(-length // PAGE_QUANTUM)
+        sink = min(-(-self.sink // PAGE_QUANTUM), columns)
+        recent = max(sink, max(0, length - self.recent + 1) // PAGE_QUANTUM)
+        return [*range(sink), *range(recent, columns)]
+
+    def _own_last_pages(self, sequence: _Sequence) -> None:
+        """Copy the partly filled last pages if another sequence shares them."""
+        if sequence.length % self.page_size and self.keep_history:
+            sequence.history[-1] = self._own(sequence.history[-1], self.history_pages, "history")
+        if sequence.length % PAGE_QUANTUM:
+            sequence.windows[-1] = self._own(sequence.windows[-1], self.window_pages, "window")
+
+    def _own(self, page: int, pool: PageAllocator, storage: str) -> int:
+        if not page or pool.references(page) == 1:
+            return page
+        copy = pool.allocate()
+        for layer in self.layers:
+            tensor: Tensor = getattr(layer, storage)
+            tensor[copy] = tensor[page]
+        pool.release(page)
+        return copy
+
+    def _step(
+        self, counts: Sequence[int], history_slots: list[int], window_slots: list[int]
+    ) -> Step:
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+
+        def integers(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        return Step(
+            integers(self.lengths),
+            integers(starts),
+            self._table([sequence.history for sequence in self._sequences]),
+            self._table([sequence.windows for sequence in self._sequences]),
+            integers(history_slots, torch.int64),
+            integers(window_slots, torch.int64),
+        )
+
+    def _table(self, rows: list[list[int]]) -> Tensor:
+        width = max((len(row) for row in rows), default=0)
+        padded = [row + [0] * (width - len(row)) for row in rows]
+        table = torch.tensor(padded, dtype=torch.int32, device=self.device)
+        return table.view(len(rows), width)
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Bytes the cache holds: pools of all layers, and block tables at 4 bytes an entry."""
+        pools = sum(layer.history.nbytes + layer.window.nbytes for layer in self.layers)
+        tables = sum(len(s.history) + len(s.windows) for s in self._sequences)
+        return pools + 4 * tables
+
+    def _ensure(self, history: int, windows: int) -> None:
+        """Have that many free pages in each pool, growing the pools where they fall short."""
+        short = history - self.history_pages.free_pages
+        if self.max_pages is not None and self.history_pages.capacity + short > self.max_pages + 1:
+            raise CacheError(
+                f"the cache is full: {self.history_pages.used_pages} of {self.max_pages} history "
+                f"pages in use, {history} more needed; free sequences or raise max_pages"
+            )
+        self._grow(self.history_pages, "history", short)
+        self._grow(self.window_pages, "window", windows - self.window_pages.free_pages)
+
+    def _grow(self, pool: PageAllocator, storage: str, short: int) -> None:
+        if short <= 0:
+            return
+        pages = max(short, int(pool.capacity * GROWTH))
+        if storage == "history" and self.max_pages is not None:
+            pages = max(short, min(pages, self.max_pages + 1 - pool.capacity))
+        for layer in self.layers:
+            old: Tensor = getattr(layer, storage)
+            new = old.new_zeros((old.shape[0] + pages, *old.shape[1:]))
+            new[: old.shape[0]] = old
+            setattr(layer, storage, new)
+        pool.grow(pages)
+
+    def _refill_window(self, sequence: _Sequence, window: int) -> None:
+        """Fill a window page from the packed history."""
+        position = window * PAGE_QUANTUM
+        source = sequence.history[position // self.page_size]
+        offset = position % self.page_size
+        for layer in self.layers:
+            k, v = decode_tokens(layer.history[source : source + 1], layer)
+            rows = torch.stack([k, v], 2)[offset : offset + PAGE_QUANTUM]  # [16, H, 2, d]
+            layer.window[sequence.windows[window]] = rows.permute(1, 2, 0, 3).to(layer.window.dtype)
+
+
+def _slots(pages: list[int], positions: range, size: int) -> list[int]:
+    if not pages:
+        return [-1] * len(positions)
+    return [pages[p // size] * size + p % size if pages[p // size] else -1 for p in positions]

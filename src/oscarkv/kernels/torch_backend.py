@@ -1,0 +1,502 @@
+"""The oracle: `plan`, `write`, `decode` and `prefill` in plain PyTorch, on any device.
+
+The history is read a block of pages at a time, straight from its packed bytes, with the
+parameters factored out of the dot products; no full-precision copy of it is ever made:
+
+    q . k = s (q' . c) + lo sum(q') + q . m          sum p v' = sum (p s) c + sum p lo
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oscarkv.codec import RowLayout, parameters
+from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.codec.rounding import metric_round
+from oscarkv.errors import CacheError
+from oscarkv.kernels.interface import LayerCache
+
+#: History tokens that are unpacked at a time, over all sequences of a step.
+HISTORY_BLOCK = 4096
+#: Queries of one sequence that `prefill` handles at a time.
+QUERY_BLOCK = 512
+#: Logits that `prefill` holds at a time.
+LOGITS_BLOCK = 1 << 25
+#: Rows that `write` encodes at a time.
+WRITE_BLOCK = 16384
+
+
+@dataclass
+class _Plan:
+    seq_lens: list[int]
+    query_lens: list[int]
+    starts: list[int]
+    history_table: Tensor
+    window_table: Tensor
+    strict: bool
+    decode_step: _DecodeStep | None = None
+
+
+@dataclass
+class _DecodeStep:
+    """What `decode` needs of a step, the same for all layers of one geometry."""
+
+    key: tuple[int, int, int, int | None]  # sink, recent, page size, sliding window
+    padded: Tensor | None  # [B, n] token of each query row, clamped; None if rows are not ragged
+    rows: Tensor | None  # [tokens] where each token's row lies in the padded batch
+    positions: Tensor  # [B, n] of the queries
+    window_pages: Tensor  # [B, w]
+    window_mask: Tensor | None  # [B, 1, 1, n, 16 w]; None: all visible
+    blocks: list[tuple[Tensor, Tensor | None]]  # history pages [B, p], mask [B, 1, 1, n, p P]
+
+
+class TorchBackend:
+    """`compute_dtype=torch.float64` makes it the reference for error bounds."""
+
+    name = "torch"
+
+    def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = compute_dtype
+        self._plan: _Plan | None = None
+
+    # -- plan --------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        history_table: Tensor,
+        window_table: Tensor,
+        strict: bool = False,
+    ) -> None:
+        lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
+        query_lens = [b - a for a, b in itertools.pairwise(starts)]
+        if len(lengths) != len(query_lens):
+            raise CacheError("plan: query_start_loc must have one entry more than seq_lens")
+        for index, (length, new) in enumerate(zip(lengths, query_lens, strict=True)):
+            if not 0 <= new <= length:
+                raise CacheError(f"plan: sequence {index} has {new} new tokens of {length}")
+        self._plan = _Plan(lengths, query_lens, starts, history_table, window_table, strict)
+
+    def _planned(self) -> _Plan:
+        if self._plan is None:
+            raise CacheError("call plan() before write(), decode() or prefill()")
+        return self._plan
+
+    # -- write -------------------------------------------------------------------------------
+
+    def write(
+        self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
+    ) -> None:
+        if k.shape[0] == 1:  # one token of one sequence: the slots are surely meant
+            self._write_window(k, v, window_slots, layer)
+            self._write_history(k, v, history_slots, layer)
+            return
+        for slots, store in (
+            (window_slots, self._write_window),
+            (history_slots, self._write_history),
+        ):
+            kept = (slots >= 0).nonzero().squeeze(-1)
+            step = max(1, WRITE_BLOCK // layer.kv_heads)
+            for index in kept.split(step):
+                store(k[index], v[index], slots[index], layer)
+
+    @staticmethod
+    def _write_window(k: Tensor, v: Tensor, slots: Tensor, layer: LayerCache) -> None:
+        if slots.shape[0] == 1 and slots[0] < 0:
+            return
+        pages, offsets = slots // PAGE_QUANTUM, slots % PAGE_QUANTUM
+        rows = torch.stack([k, v], 2).to(layer.window.dtype)  # [n, H, 2, d]
+        layer.window[pages, :, :, offsets] = rows
+
+    @staticmethod
+    def _write_history(k: Tensor, v: Tensor, slots: Tensor, layer: LayerCache) -> None:
+        if slots.shape[0] == 1 and slots[0] < 0:
+            return
+        layout = layer.layout
+        packed = encode_tokens(k, v, layer)
+        pages, offsets = slots // layout.page_size, slots % layout.page_size
+        for section, rows in zip(layout.sections(layer.history), packed, strict=True):
+            section[pages, :, offsets] = rows
+
+    # -- decode ------------------------------------------------------------------------------
+
+    def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
+        plan = self._planned()
+        step = self._decode_step(plan, layer, q.device)
+        heads, dim = layer.kv_heads, q.shape[-1]
+        batch, n = step.positions.shape
+        rows = q.view(batch, n, *q.shape[1:]) if step.padded is None else q[step.padded]
+        # [B, H, G, n, d]: the query heads of a KV head side by side
+        rows = rows.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).to(self.dtype)
+        pages = layer.window[step.window_pages].to(self.dtype)  # [B, w, H, 2, 16, d]
+        keys, values = pages.permute(3, 0, 2, 1, 4, 5).flatten(3, 4).unbind(0)
+        history = [(layer.history[pages], mask) for pages, mask in step.blocks]
+        result = _attend(rows, layer, (keys, values, step.window_mask), history)
+        result = result.permute(0, 3, 1, 2, 4).reshape(batch * n, -1, dim)
+        out.copy_(result if step.rows is None else result[step.rows])
+
+    def _decode_step(self, plan: _Plan, layer: LayerCache, device: torch.device) -> _DecodeStep:
+        key = (layer.sink, layer.recent, layer.layout.page_size, layer.sliding_window)
+        if plan.decode_step is None or plan.decode_step.key != key:
+            plan.decode_step = _plan_decode(plan, layer, key, device)
+        return plan.decode_step
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
+        plan = self._planned()
+        for index, (start, new) in enumerate(zip(plan.starts, plan.query_lens, strict=False)):
+            chunk = slice(start, start + new)
+            heads = max(1, plan.seq_lens[index] * q.shape[1])
+            step = max(16, min(QUERY_BLOCK, LOGITS_BLOCK // heads))
+            for first in range(0, new, step):
+                last = min(first + step, new)
+                rows = q[start + first : start + last]
+                block = self._prefill_block(plan, index, first, rows, k[chunk], v[chunk], layer)
+                out[start + first : start + last] = block
+
+    def _prefill_block(
+        self,
+        plan: _Plan,
+        index: int,
+        first: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerCache,
+    ) -> Tensor:
+        """Queries first .. first + len(q) of one sequence's chunk."""
+        n, new = q.shape[0], k.shape[0]
+        begin = plan.seq_lens[index] - new  # position of the chunk's first token
+        t0, t1 = begin + first, begin + first + n  # positions of these queries
+        device = q.device
+        queries = torch.arange(t0, t1, device=device)
+        rows = q.unflatten(1, (layer.kv_heads, -1)).permute(1, 2, 0, 3)[None].to(self.dtype)
+
+        # Exact: the sink, and from the oldest key any of these queries reads exactly.
+        oldest = t0 - layer.recent + 1 if plan.strict else min(begin, t0 - layer.recent + 1)
+        oldest = max(oldest, 0)
+        sink = torch.arange(min(layer.sink, oldest), device=device)
+        positions = torch.cat([sink, torch.arange(oldest, t1, device=device)])
+        keys, values = self._exact_rows(plan, index, positions, begin, k, v, layer)
+        exact = _reads_exactly(queries, positions, layer, None if plan.strict else begin)
+
+        # Packed: what lies between, up to the newest key any of these queries reads so.
+        newest = t1 - 1 - layer.recent
+        if not plan.strict:
+            newest = min(newest, begin - 1)
+        oldest = layer.sink
+        if layer.sliding_window is not None:
+            oldest = max(oldest, t0 - layer.sliding_window + 1)
+        history = []
+        for pages, positions in _history_blocks(plan, index, oldest, newest, layer):
+            mask = _reads_history(queries, positions, layer, None if plan.strict else begin)
+            history.append((layer.history[pages][None], mask[None, None, None]))
+        result = _attend(rows, layer, (keys, values, exact[None, None, None]), history)
+        return result[0].permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _exact_rows(
+        self,
+        plan: _Plan,
+        index: int,
+        positions: Tensor,
+        begin: int,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Exact keys and values [1, H, n, d]: from the chunk, or from the windows before it."""
+        from_chunk = positions >= begin
+        stored = positions[~from_chunk]
+        rows = torch.stack([k, v], 2)[positions[from_chunk] - begin].to(self.dtype)  # [n, H, 2, d]
+        if stored.numel():
+            pages = plan.window_table[index][stored // PAGE_QUANTUM].long()
+            before = layer.window[pages, :, :, stored % PAGE_QUANTUM].to(self.dtype)
+            rows = torch.cat([before, rows])
+        keys, values = rows.permute(2, 1, 0, 3).unsqueeze(1).unbind(0)
+        return keys, values
+
+
+def _reads_exactly(t: Tensor, j: Tensor, layer: LayerCache, begin: int | None) -> Tensor:
+    """Whether query t reads key j exactly: [queries, keys]. `begin`: the chunk's first position,
+    if its own keys are always exact."""
+    t, j = t[:, None], j[None, :]
+    exact = (j < layer.sink) | (j > t - layer.recent)
+    if begin is not None:
+        exact = exact | (j >= begin)
+    return exact & _visible(t, j, layer)
+
+
+def _reads_history(t: Tensor, j: Tensor, layer: LayerCache, begin: int | None) -> Tensor:
+    t, j = t[:, None], j[None, :]
+    packed = (j >= layer.sink) & (j <= t - layer.recent)
+    if begin is not None:
+        packed = packed & (j < begin)
+    return packed & _visible(t, j, layer)
+
+
+def _visible(t: Tensor, j: Tensor, layer: LayerCache) -> Tensor:
+    if layer.sliding_window is None:
+        return j <= t
+    return (j <= t) & (j > t - layer.sliding_window)
+
+
+def _history_blocks(
+    plan: _Plan, index: int, oldest: int, newest: int, layer: LayerCache
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pages [p] and positions [p P] of one sequence's history, a block at a time."""
+    size = layer.layout.page_size
+    if newest < oldest:
+        return
+    table = plan.history_table[index]
+    step = max(1, HISTORY_BLOCK // size)
+    for page in range(oldest // size, newest // size + 1, step):
+        stop = min(page + step, newest // size + 1)
+        positions = torch.arange(page * size, stop * size, device=table.device)
+        yield table[page:stop].long(), positions
+
+
+def _plan_decode(
+    plan: _Plan, layer: LayerCache, key: tuple[int, int, int, int | None], device: torch.device
+) -> _DecodeStep:
+    batch, n = len(plan.seq_lens), max(plan.query_lens, default=0)
+    new = torch.tensor(plan.query_lens, device=device)
+    lengths = torch.tensor(plan.seq_lens, device=device)
+    offsets = torch.arange(n, device=device)
+    positions = lengths[:, None] - new[:, None] + offsets  # beyond the last: never read
+    padded = rows = None
+    if any(length != n for length in plan.query_lens):
+        starts = torch.tensor(plan.starts[:-1], device=device)
+        padded = torch.minimum(starts[:, None] + offsets, torch.tensor(plan.starts[-1] - 1))
+        rows = ((offsets < new[:, None]).flatten()).nonzero().squeeze(-1)
+
+    first = min((a - b for a, b in zip(plan.seq_lens, plan.query_lens, strict=True)), default=0)
+    window_pages, window_positions = _window_pages(plan, layer, lengths, new)
+    limit = lengths[:, None, None]
+    t, j = positions[..., None], window_positions[:, None]
+    mask = ((j < layer.sink) | (j > t - layer.recent)) & _visible(t, j, layer) & (j < limit)
+    window_mask = mask & (window_pages.repeat_interleave(PAGE_QUANTUM, 1) > 0)[:, None]
+
+    size, blocks = layer.layout.page_size, []
+    newest = max(plan.seq_lens, default=0) - 1 - layer.recent
+    oldest = layer.sink
+    if layer.sliding_window is not None:
+        oldest = max(oldest, first - layer.sliding_window + 1)
+    step = max(1, HISTORY_BLOCK // size // max(batch, 1))
+    if newest >= oldest:
+        for page in range(oldest // size, newest // size + 1, step):
+            stop = min(page + step, newest // size + 1)
+            j = torch.arange(page * size, stop * size, device=device)[None, None]
+            mask = (j >= layer.sink) & (j <= t - layer.recent) & _visible(t, j, layer)
+            pages = plan.history_table[:, page:stop].long()
+            blocks.append((pages, _unless_all(mask & (j < limit))))
+    return _DecodeStep(key, padded, rows, positions, window_pages, _unless_all(window_mask), blocks)
+
+
+def _unless_all(mask: Tensor) -> Tensor | None:
+    """[B, n, keys] -> a mask for `_attend`, or None where it would hide nothing."""
+    return None if bool(mask.all()) else mask[:, None, None]
+
+
+def _window_pages(
+    plan: _Plan, layer: LayerCache, lengths: Tensor, new: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The window pages a decode step reads, [B, w], and the positions they hold, [B, 16 w]."""
+    table = plan.window_table
+    batch, columns = table.shape
+    device = table.device
+    longest = max(plan.query_lens, default=0)
+    sink_pages = min(-(-layer.sink // PAGE_QUANTUM), columns)
+    recent_pages = min(-(-(layer.recent + longest - 1) // PAGE_QUANTUM) + 1, columns)
+    oldest = (lengths - new - layer.recent + 1).clamp_min(0) // PAGE_QUANTUM
+    recent = oldest[:, None] + torch.arange(recent_pages, device=device)
+    sink = torch.arange(sink_pages, device=device).expand(batch, -1)
+    # A page both near the start and recent is read once, as part of the sink.
+    keep = (recent >= sink_pages) & (recent < columns)
+    column = torch.cat([sink, recent.clamp_max(columns - 1)], 1)
+    kept = torch.cat([torch.ones_like(sink, dtype=torch.bool), keep], 1)
+    pages = torch.where(kept, table.long().gather(1, column), 0)
+    positions = column[..., None] * PAGE_QUANTUM + torch.arange(PAGE_QUANTUM, device=device)
+    return pages, positions.flatten(1)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+def _attend(
+    rows: Tensor,
+    layer: LayerCache,
+    exact: tuple[Tensor, Tensor, Tensor | None],
+    history: list[tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """Attention of query rows [B, H, G, n, d] -> [B, H, G, n, d].
+
+    exact: keys and values [B, H, m, d] and a mask; history: packed pages uint8 [B, p, H, bytes]
+    and a mask, for each block. Masks broadcast to [B, H, G, n, keys]; None: all visible.
+    """
+    batch, heads, group, n, dim = rows.shape
+    q = (rows * layer.scale).reshape(batch, heads, group * n, dim)
+    keys, values, mask = exact
+
+    def finish_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
+        if layer.soft_cap is not None:
+            logits = layer.soft_cap * torch.tanh(logits / layer.soft_cap)
+        if mask is None:
+            return logits
+        shaped = logits.view(batch, heads, group, n, -1).masked_fill(~mask, -math.inf)
+        return shaped.view_as(logits)
+
+    logits = [finish_logits(q @ keys.mT, mask)]
+    if history:
+        transformed = _TransformedQueries.of(q, layer)
+        blocks = [_PackedBlock(pages, layer) for pages, _ in history]
+        for block, (_, mask) in zip(blocks, history, strict=True):
+            logits.append(finish_logits(block.logits(transformed), mask))
+    widths = [part.shape[-1] for part in logits]
+    weights = torch.softmax(torch.cat(logits, -1), -1).split(widths, -1)
+    result = weights[0] @ values
+    if history:
+        packed = torch.stack(
+            [block.read(p) for block, p in zip(blocks, weights[1:], strict=True)]
+        ).sum(0)
+        share = sum(p.sum(-1, keepdim=True) for p in weights[1:])
+        transforms = layer.transforms
+        if transforms.value_inverse is not None:
+            packed = packed @ transforms.value_inverse.to(q.dtype)
+        if transforms.value_mean is not None:
+            packed = packed + share * transforms.value_mean.to(q.dtype)[:, None]
+        result = result + packed
+    return result.view(batch, heads, group, n, dim)
+
+
+@dataclass
+class _TransformedQueries:
+    """q' = q A^-T as the packed keys want it."""
+
+    channels: Tensor  # [B, H, r, d] in channel order
+    fragments: Tensor  # [B, H, r, N] in the order of unpacked fragments
+    sums: Tensor  # [B, H, r, groups] over channels
+    means: Tensor  # [B, H, r, 1]: q . m
+
+    @classmethod
+    def of(cls, q: Tensor, layer: LayerCache) -> _TransformedQueries:
+        transforms, layout = layer.transforms, layer.layout
+        channels = q @ transforms.query.to(q.dtype)
+        return cls(
+            channels,
+            _to_fragments(channels, layout.key_row),
+            channels.unflatten(-1, (layout.groups, -1)).sum(-1),
+            q @ transforms.key_mean.to(q.dtype)[..., None],
+        )
+
+
+class _PackedBlock:
+    """Some pages of every sequence: their logits, and their weighted sum of values."""
+
+    def __init__(self, pages: Tensor, layer: LayerCache) -> None:
+        """pages: uint8 [B, p, H, bytes]."""
+        self.layer, self.layout = layer, layer.layout
+        sections = self.layout.sections(pages.transpose(1, 2))  # [B, H, p, P, ...] each
+        self.k_codes, self.v_codes, self.k_stored, self.v_stored = (
+            section.flatten(2, 3) for section in sections
+        )
+
+    def logits(self, q: _TransformedQueries) -> Tensor:
+        """s (q' . c) + lo sum(q') + q . m: [B, H, r, keys]."""
+        layout, dtype = self.layout, q.channels.dtype
+        scale, lo = self._parameters(self.k_stored, 0, self.layer.key_codec.levels, dtype)
+        codes = layout.key_row.unpack_fragments(self.k_codes, dtype)
+        if layout.groups == 1:
+            products = (q.fragments @ codes.mT) * scale.mT
+        else:
+            scaled = _scale_groups(_from_fragments(codes, layout.key_row), scale)
+            products = q.channels @ scaled.mT
+        return products + q.sums @ lo.mT + q.means
+
+    def read(self, weights: Tensor) -> Tensor:
+        """sum p (s c + lo) over the block's tokens: [B, H, r, d], still transformed."""
+        layout, dtype = self.layout, weights.dtype
+        scale, lo = self._parameters(self.v_stored, 1, self.layer.value_codec.levels, dtype)
+        codes = layout.value_row.unpack_fragments(self.v_codes, dtype)
+        if layout.groups == 1:
+            summed = _from_fragments((weights * scale.mT) @ codes, layout.value_row)
+        else:
+            summed = weights @ _scale_groups(_from_fragments(codes, layout.value_row), scale)
+        offsets = weights @ lo
+        return (summed.unflatten(-1, (layout.groups, -1)) + offsets[..., None]).flatten(-2)
+
+    def _parameters(
+        self, stored: Tensor, side: int, levels: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Scales and offsets [B, H, keys, groups]."""
+        e0 = self.layer.transforms.exponents[side][:, None, None]
+        s, lo = parameters.load(stored, self.layout.parameter_format, levels, e0)
+        return s.to(dtype), lo.to(dtype)
+
+
+def _scale_groups(codes: Tensor, scale: Tensor) -> Tensor:
+    return (codes.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+
+
+def _to_fragments(x: Tensor, row: RowLayout) -> Tensor:
+    channels = row.fragment_channels.to(x.device)
+    return torch.nn.functional.pad(x, (0, channels.numel() - x.shape[-1]))[..., channels]
+
+
+def _from_fragments(x: Tensor, row: RowLayout) -> Tensor:
+    return x[..., row.channel_positions.to(x.device)]
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def encode_tokens(k: Tensor, v: Tensor, layer: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values [n, H, d] -> packed K codes, V codes, K and V parameters, each [n, H, ...].
+
+    The transform is summed in fp64 and rounded once, so that a row gets the same codes whether it
+    comes alone or in a chunk.
+    """
+    transforms, layout = layer.transforms, layer.layout
+    keys = _transform(k, transforms.key_mean, transforms.key)
+    values = _transform(v, transforms.value_mean, transforms.value)
+    e0 = transforms.exponents
+    key_codec, value_codec = layer.key_codec, layer.value_codec
+    if key_codec.shares_grid(value_codec):
+        codes, stored = key_codec.encode_with(value_codec, keys, values, e0[:, None])
+        (k_codes, v_codes), (k_stored, v_stored) = codes.unbind(0), stored.unbind(0)
+    else:
+        k_codes, k_stored = key_codec.encode(keys, e0[0])
+        v_codes, v_stored = value_codec.encode(values, e0[1])
+    if transforms.metric is not None:
+        k_codes, k_stored = metric_round(
+            keys, k_codes, k_stored, transforms.metric, key_codec, e0[0]
+        )
+    return layout.key_row.pack(k_codes), layout.value_row.pack(v_codes), k_stored, v_stored
+
+
+def decode_tokens(pages: Tensor, layer: LayerCache) -> tuple[Tensor, Tensor]:
+    """History pages uint8 [p, H, bytes] -> the keys and values they stand for, [p P, H, d]."""
+    transforms, layout = layer.transforms, layer.layout
+    sections = (s.transpose(1, 2).flatten(0, 1) for s in layout.sections(pages))
+    k_codes, v_codes, k_stored, v_stored = sections
+    e0 = transforms.exponents
+    keys = layer.key_codec.decode(layout.key_row.unpack(k_codes), k_stored, e0[0])
+    values = layer.value_codec.decode(layout.value_row.unpack(v_codes), v_stored, e0[1])
+    k = torch.einsum("nhd,hed->nhe", keys, transforms.query) + transforms.key_mean
+    if transforms.value_inverse is None or transforms.value_mean is None:
+        return k, values
+    return k, torch.einsum("nhd,hde->nhe", values, transforms.value_inverse) + transforms.value_mean
+
+
+def _transform(x: Tensor, mean: Tensor | None, matrix: Tensor | None) -> Tensor:
+    if mean is None or matrix is None:
+        return x.float()
+    centred = x.double() - mean.double()
+    return torch.einsum("nhd,hde->nhe", centred, matrix.double()).float()
