@@ -26,7 +26,7 @@ ROW_BLOCK = 2048
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Queries, keys, values (after RoPE) and outputs of one sequence in one layer: [heads, T, d]."""
+    """q, k (after RoPE), v and outputs of one sequence in one layer: [heads, T, d]."""
 
     q: Tensor
     k: Tensor

@@ -1,0 +1,1 @@
+"""Measuring what a recipe costs in accuracy. Imports integrations and everything below."""

@@ -1,0 +1,1 @@
+"""Where oscarkv meets other software. Nothing outside this folder knows any engine."""

@@ -17,9 +17,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from tokenizers.models import BPE, Unigram
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.tokenization_utils_base import generate_merges
 
 from oscarkv.errors import MissingDependencyError, OscarError, UnsupportedModelError
 from oscarkv.integrations.transformers.packages import (
@@ -29,19 +40,6 @@ from oscarkv.integrations.transformers.packages import (
     file_sha256,
 )
 
-try:
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GgufConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-    )
-except ImportError as error:
-    raise MissingDependencyError(
-        'loading models needs transformers: pip install "oscarkv[transformers]"'
-    ) from error
-
 logger = logging.getLogger("oscarkv")
 
 # Dense float32 is about 7 times a 4-bit file: 1.5B parameters would put 6 GB into the cache.
@@ -49,6 +47,9 @@ CONVERT_LIMIT_BYTES = 500_000_000
 
 # In the name of every converted directory: raise it when _read_gguf changes what it returns.
 CONVERSION_VERSION = 1
+
+HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
+VOCABULARY_KEY = "tokenizer.ggml.tokens"
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -88,7 +89,7 @@ def load_model(
         if not is_gguf:
             raise OscarError(f"{path} is not a .gguf file; pass its directory for safetensors")
         model, tokenizer = _load_gguf(path, wanted)
-    elif isinstance(source, str) and not is_gguf and _is_hub_id(source):
+    elif isinstance(source, str) and not is_gguf and re.fullmatch(HUB_ID, source):
         model, tokenizer = _read_pretrained(source, wanted)
     else:
         raise OscarError(
@@ -123,10 +124,6 @@ def _resolve_dtype(
     return wanted
 
 
-def _is_hub_id(source: str) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source) is not None
-
-
 def _load_gguf(path: Path, dtype: torch.dtype | str, sha256: str | None = None) -> Loaded:
     if path.stat().st_size > CONVERT_LIMIT_BYTES:
         logger.info("dequantising %s (too large to keep a converted copy)", path.name)
@@ -144,7 +141,9 @@ def _converted_path(sha256: str) -> Path:
 
 
 def _convert_gguf(path: Path, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
+    # Beside the target and renamed last, so that a directory with its name is always complete.
+    scratch_dir = tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-")
+    with _explained(str(path)), scratch_dir as scratch:
         whole = Path(scratch) / "whole"
         # float32 holds every dequantised value exactly; half precision would round them.
         model, tokenizer = _read_gguf(path, torch.float32)
@@ -164,7 +163,7 @@ def _read_gguf(path: Path, dtype: torch.dtype | str) -> Loaded:
     from transformers.integrations.gguf import read_gguf_metadata
 
     with _explained(str(path)):
-        metadata, _ = read_gguf_metadata(str(path))
+        metadata, _ = read_gguf_metadata(str(path), (VOCABULARY_KEY,))
         # dequantize: else transformers may keep the weights in blocks, and a model loaded without
         # it refuses to be saved even where they are dense.
         model = AutoModelForCausalLM.from_pretrained(
@@ -174,30 +173,55 @@ def _read_gguf(path: Path, dtype: torch.dtype | str) -> Loaded:
             quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    _repair_tokenizer(tokenizer, metadata)
-    return model, tokenizer
+        return model, _repair_tokenizer(tokenizer, metadata)
 
 
-def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, object]) -> None:
-    """Set what transformers reads wrongly or not at all from the file's tokenizer keys.
+def _repair_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Set what transformers reads wrongly, or not at all, from the file's tokenizer keys.
 
-    transformers 5.17 gives Llama files their BOS as EOS (so chat replies never end), and no
-    file a BOS prefix (without which Gemma writes garbage).
+    5.17 gives Llama files their BOS as EOS, so chat replies never end, and cuts Gemma's text by
+    unigram scores although the vocabulary is BPE (5.22 does neither); no version adds the BOS
+    that the file asks for, without which Gemma writes garbage.
     """
+    vocabulary: list[str] = metadata[VOCABULARY_KEY]
+    special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
-    # A file that does not say follows llama.cpp's default: yes for SentencePiece vocabularies.
-    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    if metadata.get("tokenizer.ggml.add_bos_token", sentencepiece):
-        tokenizer.add_bos_token = True
-    # It would strip spaces before punctuation, and transformers warns about it on each decode.
-    tokenizer.clean_up_tokenization_spaces = False
+        special[f"{name}_token"] = None if token_id is None else vocabulary[token_id]
+
+    backend = tokenizer.backend_tokenizer
+    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    if is_sentencepiece and isinstance(backend.model, Unigram):
+        # Runs of spaces are stored as spaces, but text has them as "\u2581" by then; and the
+        # earlier a token stands in the vocabulary, the earlier it is merged.
+        spelled = [
+            "\u2581" * len(token) if token.isspace() and " " in token else token
+            for token in vocabulary
+        ]
+        ids = {token: index for index, token in enumerate(spelled)}
+        merges = generate_merges(ids, {token: -index for token, index in ids.items()})
+        backend.model = BPE(
+            ids, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True
+        )
+
+    # The plain class, because the model's own one rebuilds its backend when it is loaded again.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=tokenizer.chat_template,
+        padding_side=tokenizer.padding_side,
+        # llama.cpp's default where the file does not say.
+        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece)),
+        # Strips spaces before punctuation where it is left on.
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
 
 
 def _read_pretrained(name: str, dtype: torch.dtype | str) -> Loaded:
-    with _explained(name):
+    is_local = Path(name).is_dir()
+    with _explained(name if is_local else f"{name} (no such directory; tried as a hub id)"):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(name)
 
@@ -207,14 +231,13 @@ def _explained(source: str) -> Iterator[None]:
     """Turn what a bad or missing file makes transformers raise into one line."""
     try:
         yield
-    except ImportError as error:
-        raise MissingDependencyError(f"cannot load {source}: {_first_line(error)}") from error
-    except (OSError, ValueError, LookupError, struct.error, SafetensorError) as error:
-        message = f"cannot load {source}: {_first_line(error)}"
-        if re.search(r"not supported|unrecognized configuration|does not recognize", message, re.I):
+    except (ImportError, OSError, ValueError, LookupError, struct.error, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        message = f"cannot load {source}: {reason}"
+        if isinstance(error, ImportError):
+            raise MissingDependencyError(message) from error
+        if re.search(r"not supported|unrecognized|does not recognize", reason, re.IGNORECASE):
             raise UnsupportedModelError(message) from error
+        if not isinstance(error, OSError):
+            message += " (is a file damaged or cut short?)"
         raise OscarError(message) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

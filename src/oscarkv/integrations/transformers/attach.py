@@ -1,0 +1,131 @@
+"""Prepare a model for an artifact: check that they fit, route its attention, fold values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oscarkv.artifact import Artifact, load_artifact
+from oscarkv.errors import UnsupportedModelError
+from oscarkv.integrations.transformers.attention import route
+from oscarkv.integrations.transformers.geometry import attention_modules, describe
+
+_STATE = "_oscarkv_attachment"
+
+
+class Attachment:
+    """What `attach` did to a model, and how to undo it."""
+
+    def __init__(self, model: Any, artifact: Artifact, previous: str) -> None:
+        self.model, self.artifact, self.previous = model, artifact, previous
+        self._originals: dict[nn.Linear, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def folded(self) -> bool:
+        return bool(self._originals)
+
+    def fold_values(self) -> None:
+        """Fold (v - m) B into W_V, and B^-1 and m W_O into W_O: values leave the model transformed,
+        and the cache need not transform them. Changes rounding; `detach` undoes it exactly."""
+        modules = attention_modules(self.model)
+        pairs = {}
+        for index, layer in self.artifact.layers.items():
+            pairs[index] = (
+                _plain_linear(modules[index], "v_proj", index),
+                _plain_linear(modules[index], "o_proj", index),
+            )
+            del layer
+        for index, (v_proj, o_proj) in pairs.items():
+            self._fold(v_proj, o_proj, index)
+
+    def _fold(self, v_proj: nn.Linear, o_proj: nn.Linear, index: int) -> None:
+        layer, identity = self.artifact.layers[index], self.artifact.model
+        heads, dim = identity.kv_heads, identity.head_dim
+        group = identity.query_heads // heads
+        device = v_proj.weight.device
+        value, inverse = layer.value.double().to(device), layer.value_inverse.double().to(device)
+        mean = layer.value_mean.double().to(device)
+        for linear in (v_proj, o_proj):
+            bias = None if linear.bias is None else linear.bias.data.clone()
+            self._originals[linear] = (linear.weight.data.clone(), bias)
+
+        weight = v_proj.weight.data.double().unflatten(0, (heads, dim))  # rows are channels of v
+        folded = torch.einsum("hde,hdi->hei", value, weight).flatten(0, 1)
+        bias = torch.zeros(heads, dim, dtype=torch.float64, device=device)
+        if v_proj.bias is not None:
+            bias = v_proj.bias.data.double().view(heads, dim)
+        shifted = torch.einsum("hd,hde->he", bias - mean, value).flatten()
+        _set(v_proj, folded, shifted)
+
+        weight = o_proj.weight.data.double().unflatten(1, (heads, group, dim))
+        restored = torch.einsum("hed,ohgd->ohge", inverse, weight).flatten(1)
+        offset = torch.einsum("hd,ohgd->o", mean, weight)
+        if o_proj.bias is not None:
+            offset = offset + o_proj.bias.data.double()
+        _set(o_proj, restored, offset)
+
+    def detach(self) -> None:
+        """Put the model back as it was."""
+        for linear, (weight, bias) in self._originals.items():
+            linear.weight.data = weight
+            linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._originals.clear()
+        self.model.set_attn_implementation(self.previous)
+        if hasattr(self.model, _STATE):
+            delattr(self.model, _STATE)
+
+
+def attach(model: Any, artifact: Artifact | str | Path, fold_values: bool = False) -> Attachment:
+    """Check an artifact against a model and route the model's attention through oscarkv.
+
+        attachment = oscarkv.attach(model, "model.safetensors", fold_values=True)
+        ...
+        attachment.detach()
+
+    Attaching again with the same artifact changes nothing. `OscarCache` attaches by itself.
+    """
+    if not isinstance(artifact, Artifact):
+        artifact = load_artifact(artifact)
+    present: Attachment | None = getattr(model, _STATE, None)
+    if present is not None and present.artifact is artifact:
+        if fold_values and not present.folded:
+            present.fold_values()
+        return present
+    if present is not None and present.folded:
+        raise UnsupportedModelError(
+            "this model has another artifact's values folded into its weights; call detach() on "
+            "that attachment first"
+        )
+    artifact.model.require_match(describe(model).identity)
+    previous = present.previous if present else model.config._attn_implementation
+    attachment = Attachment(model, artifact, previous)
+    if fold_values:
+        attachment.fold_values()
+    route(model)
+    setattr(model, _STATE, attachment)
+    return attachment
+
+
+def values_are_folded(model: Any) -> bool:
+    present: Attachment | None = getattr(model, _STATE, None)
+    return present is not None and present.folded
+
+
+def _plain_linear(module: nn.Module, name: str, index: int) -> nn.Linear:
+    linear = getattr(module, name, None)
+    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+        found = "missing" if linear is None else type(linear).__name__
+        raise UnsupportedModelError(
+            f"layer {index}: cannot fold values into {name} ({found}); folding needs separate, "
+            "unquantised v_proj and o_proj without adapters. Use fold_values=False"
+        )
+    return linear
+
+
+def _set(linear: nn.Linear, weight: Tensor, bias: Tensor) -> None:
+    dtype = linear.weight.dtype
+    linear.weight.data = weight.to(dtype)
+    linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)

@@ -1,0 +1,124 @@
+"""The attention function that Transformers calls once a model is attached.
+
+Registered as `oscarkv`. Keys that come from an `OscarCache` are handles, and the handle attends;
+anything else (stock caches, no cache) goes to SDPA, so an attached model still works as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from oscarkv.errors import UnsupportedModelError
+
+NAME = "oscarkv"
+#: Called with (module, q, k, v, output, scale, kwargs) by every plain attention call.
+Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor, float, dict[str, Any]], None]
+_observers: list[Observer] = []
+
+
+class LazyMask:
+    """A mask that is built only if someone needs it: an OscarCache knows causality by itself."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.padding: Tensor | None = arguments.get("attention_mask")
+        self._arguments = arguments
+        self._mask: Tensor | None = None
+        self._built = False
+
+    def dense(self) -> Tensor | None:
+        if not self._built:
+            self._mask, self._built = sdpa_mask(**self._arguments), True
+        return self._mask
+
+
+class AttentionHandle:
+    """What an OscarCache layer returns in place of keys: it will write and attend."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, mask: LazyMask | Tensor | None, **arguments: Any
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | AttentionHandle,
+    value: Tensor | AttentionHandle,
+    attention_mask: LazyMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: query [B, H, n, d] -> output [B, n, H, d]."""
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if isinstance(key, AttentionHandle):
+        return key.attend(module, query, attention_mask, scaling=scale, **kwargs), None
+    assert not isinstance(value, AttentionHandle)
+    output = plain_attention(module, query, key, value, attention_mask, scale, **kwargs)
+    for observer in _observers:
+        observer(module, query, key, value, output, scale, kwargs)
+    return output, None
+
+
+def plain_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: LazyMask | Tensor | None,
+    scale: float,
+    **kwargs: Any,
+) -> Tensor:
+    """What a stock model computes, with SDPA."""
+    if kwargs.get("softcap"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} caps its logits, which SDPA cannot do; such models are not "
+            "supported in Transformers yet"
+        )
+    dense = mask.dense() if isinstance(mask, LazyMask) else mask
+    output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scale, **kwargs)
+    return output  # type: ignore[no-any-return]
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Have every plain attention call of attached models reported."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@contextmanager
+def attention_implementation(model: Any) -> Iterator[None]:
+    """Route a model's attention through this module for a while."""
+    before = model.config._attn_implementation
+    route(model)
+    try:
+        yield
+    finally:
+        if before != NAME:
+            model.set_attn_implementation(before)
+
+
+def route(model: Any) -> None:
+    """Route a model's attention through this module."""
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use Transformers' attention interface"
+        )
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, LazyMask)

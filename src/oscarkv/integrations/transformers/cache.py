@@ -1,0 +1,364 @@
+"""`OscarCache`: a Transformers cache that stores packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from oscarkv.artifact import Artifact, LayerTransforms, load_artifact
+from oscarkv.cache import PagedCache, Step
+from oscarkv.codec import PageLayout, RowCodec
+from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.errors import CacheError
+from oscarkv.integrations.transformers.attach import attach, values_are_folded
+from oscarkv.integrations.transformers.attention import AttentionHandle, LazyMask, plain_attention
+from oscarkv.kernels import LayerCache, Transforms, get_backend
+from oscarkv.recipe import Recipe
+
+#: Steps of at most this many tokens a sequence use the backend's `decode`.
+DECODE_TOKENS = 8
+
+
+class OscarCache(Cache):  # type: ignore[misc]
+    """A KV cache for `generate()` with a packed history and exact sink and recent windows.
+
+        model, tokenizer = oscarkv.load_model("smollm2")
+        cache = oscarkv.OscarCache(model, "smollm2.safetensors")
+        model.generate(**tokenizer("Once", return_tensors="pt"), past_key_values=cache)
+
+    Layers the artifact does not cover (sliding windows, by default) keep Transformers' own cache.
+    Batches may be padded on the left. `strict` applies the window rule inside prompts as well, so
+    that results do not depend on how a prompt is cut; it is meant for measurements.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        artifact: Artifact | str | Path,
+        *,
+        window_dtype: torch.dtype | str = "auto",
+        page_size: int = 64,
+        backend: str = "auto",
+        strict: bool = False,
+    ) -> None:
+        if not isinstance(artifact, Artifact):
+            artifact = load_artifact(artifact)
+        attach(model, artifact)
+        self.recipe, self.strict = artifact.recipe, strict
+        self.backend = get_backend(backend)
+        dtype = next(model.parameters()).dtype if window_dtype == "auto" else window_dtype
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        if self.recipe.exact:
+            dtype = torch.bfloat16
+        layers = DynamicCache(config=model.config).layers
+        self._packed: list[OscarLayer] = []
+        for index, transforms in sorted(artifact.layers.items()):
+            layer = OscarLayer(
+                self,
+                make_layer(
+                    transforms,
+                    self.recipe,
+                    page_size,
+                    dtype,
+                    model.device,
+                    values_are_folded(model),
+                ),
+                sliding_window=getattr(layers[index], "sliding_window", None),
+            )
+            self._packed.append(layer)
+            layers[index] = layer
+        self.pages = PagedCache(
+            [layer.store for layer in self._packed],
+            sink=self.recipe.sink,
+            recent=_recent(self.recipe),
+            page_size=page_size,
+            keep_history=not self.recipe.exact,
+        )
+        self._length = 0  # tokens a sequence, padding included
+        self._padding: list[int] = []
+        self._step: Step | None = None
+        #: Called with (layer, output, exact output) after each prompt that is read whole; for
+        #: measurements, since it computes attention twice.
+        self.observer: Callable[[int, Tensor, Tensor], None] | None = None
+        super().__init__(layers=layers)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step(self, layer: OscarLayer, batch: int, new: int, padding: Tensor | None) -> Step:
+        """The step's pages; the first layer to ask makes them."""
+        if layer.seen - new == self._length:
+            if not self._padding:
+                self._padding = _left_padding(padding, batch, self._length + new)
+                self.pages.add(batch)
+            if len(self._padding) != batch:
+                raise CacheError(
+                    f"the cache holds {len(self._padding)} sequences, this batch has {batch}; "
+                    "use a new OscarCache for another batch"
+                )
+            counts = [min(new, max(0, layer.seen - pad)) for pad in self._padding]
+            self._step = self.pages.append(counts)
+            self._length = layer.seen
+            step = self._step
+            self.backend.plan(
+                step.seq_lens,
+                step.query_start_loc,
+                step.history_table,
+                step.window_table,
+                self.strict,
+            )
+        assert self._step is not None
+        return self._step
+
+    @property
+    def padding(self) -> list[int]:
+        return self._padding
+
+    # -- what generate() does to a cache -------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+        for layer in self._stock_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([i for i in range(len(self._padding)) for _ in range(repeats)])
+        for layer in self._stock_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices.tolist())
+        for layer in self._stock_layers():
+            layer.batch_select_indices(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop -n tokens from the end (or, as Transformers did once, keep the first n)."""
+        if tokens_to_remove > 0:
+            length = min(tokens_to_remove, self._length)
+        else:
+            length = self._length + tokens_to_remove
+        if length < 0:
+            raise CacheError(f"cannot remove {-tokens_to_remove} of {self._length} tokens")
+        for index, pad in enumerate(self._padding):
+            self.pages.truncate(index, max(0, length - pad))
+        self._length = length
+        for layer in self._packed:
+            layer.seen = length
+        for layer in self._stock_layers():
+            layer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything; the cache can take another batch."""
+        self.pages.reorder([])
+        self._length, self._padding, self._step = 0, [], None
+        for layer in self._packed:
+            layer.seen = 0
+        for layer in self._stock_layers():
+            layer.reset()
+
+    def _select(self, indices: list[int]) -> None:
+        self.pages.reorder(indices)
+        self._padding = [self._padding[i] for i in indices]
+
+    def _stock_layers(self) -> list[CacheLayerMixin]:
+        return [layer for layer in self.layers if not isinstance(layer, OscarLayer)]
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Bytes held for keys and values: packed pages, exact windows, tables, stock layers."""
+        stock = 0
+        for layer in self._stock_layers():
+            for tensor in (layer.keys, layer.values):
+                stock += 0 if tensor is None else tensor.nbytes
+        return self.pages.nbytes() + stock
+
+    def bits_per_element(self, window_bytes: int | None = None) -> float:
+        """Bits actually held per cached element of the packed layers, slack and tables included.
+
+        `window_bytes` counts windows as if their elements had that size (2: as in serving).
+        """
+        layers = self.pages.layers
+        elements = sum(2 * s.kv_heads * s.layout.head_dim for s in layers) * sum(self.pages.lengths)
+        held = self.pages.nbytes()
+        if window_bytes is not None:
+            held += sum(s.window.numel() * (window_bytes - s.window.itemsize) for s in layers)
+        return 8 * held / max(elements, 1)
+
+
+class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One packed layer of an OscarCache."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: OscarCache, store: LayerCache, sliding_window: int | None) -> None:
+        super().__init__()
+        self.cache, self.store = cache, store
+        self.store.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[AttentionHandle, AttentionHandle]:
+        self.is_initialized = True
+        self.seen += key_states.shape[-2]
+        handle = _Handle(self, key_states, value_states)
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Handle(AttentionHandle):
+    """New keys and values of one layer, on their way into the cache: [B, H, n, d]."""
+
+    def __init__(self, layer: OscarLayer, k: Tensor, v: Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
+
+    def attend(
+        self, module: nn.Module, query: Tensor, mask: LazyMask | Tensor | None, **arguments: Any
+    ) -> Tensor:
+        layer, cache = self.layer, self.layer.cache
+        batch, _, new, _ = query.shape
+        store = layer.store
+        store.scale = arguments.pop("scaling")
+        store.soft_cap = arguments.get("softcap")
+        padding = mask.padding if isinstance(mask, LazyMask) else None
+        step = cache.step(layer, batch, new, padding)
+
+        q, k, v = (_tokens(x, cache.padding, layer.seen) for x in (query, self.k, self.v))
+        cache.backend.write(k, v, step.history_slots, step.window_slots, store)
+
+        # Where every key is exact, do what the stock cache would do, to the bit.
+        first = layer.seen == new
+        if not store.soft_cap:
+            if first and not cache.strict:
+                return plain_attention(
+                    module, query, self.k, self.v, mask, store.scale, **arguments
+                )
+            if layer.seen - min(cache.padding) <= store.sink + store.recent:
+                keys, values = _window_rows(step, store, cache.padding, layer.seen)
+                keys, values = keys.to(query.dtype), values.to(query.dtype)
+                return plain_attention(module, query, keys, values, mask, store.scale, **arguments)
+
+        out = torch.empty_like(q)
+        if new <= DECODE_TOKENS and not first:
+            cache.backend.decode(q, store, out)
+        else:
+            cache.backend.prefill(q, k, v, store, out)
+        result = _batch(out, batch, new, cache.padding, layer.seen)
+        if first and cache.observer is not None:
+            exact = plain_attention(module, query, self.k, self.v, mask, store.scale, **arguments)
+            cache.observer(int(module.layer_idx), result, exact)  # type: ignore[arg-type]
+        return result
+
+
+def make_layer(
+    transforms: LayerTransforms,
+    recipe: Recipe,
+    page_size: int,
+    window_dtype: torch.dtype,
+    device: torch.device,
+    values_folded: bool,
+) -> LayerCache:
+    """An empty layer: constants on the device, pools with only their page 0."""
+    heads, dim = transforms.key_mean.shape
+    stored = recipe.replace(key_bits=2, value_bits=2) if recipe.exact else recipe
+    layout = PageLayout.of(stored, dim, page_size)
+    moved = {name: tensor.to(device) for name, tensor in transforms.tensors().items()}
+    return LayerCache(
+        history=torch.zeros(1, heads, layout.bytes, dtype=torch.uint8, device=device),
+        window=torch.zeros(1, heads, 2, PAGE_QUANTUM, dim, dtype=window_dtype, device=device),
+        transforms=Transforms(
+            key=moved["key"],
+            query=moved["query"],
+            key_mean=moved["key_mean"],
+            value=None if values_folded else moved["value"],
+            value_inverse=None if values_folded else moved["value_inverse"],
+            value_mean=None if values_folded else moved["value_mean"],
+            exponents=moved["exponents"],
+            metric=moved.get("metric"),
+        ),
+        layout=layout,
+        key_codec=RowCodec.for_keys(stored, dim),
+        value_codec=RowCodec.for_values(stored, dim),
+        sink=recipe.sink,
+        recent=_recent(recipe),
+        scale=dim**-0.5,
+    )
+
+
+def _recent(recipe: Recipe) -> int:
+    """An exact recipe keeps every token in the window."""
+    return 1 << 30 if recipe.exact else recipe.recent
+
+
+def _left_padding(padding: Tensor | None, batch: int, length: int) -> list[int]:
+    """Padding tokens before each sequence, from the 2D attention mask."""
+    if padding is None:
+        return [0] * batch
+    padding = padding[:, :length]
+    pads = (padding.int().cumsum(1) == 0).sum(1)
+    if not bool((padding.sum(1) + pads == length).all()):
+        raise CacheError(
+            "the attention mask hides tokens after the first one of a sequence; OscarCache takes "
+            "batches padded on the left: tokenizer.padding_side = 'left'"
+        )
+    return [int(pad) for pad in pads]
+
+
+def _tokens(x: Tensor, padding: list[int], seen: int) -> Tensor:
+    """[B, H, n, d] -> the real tokens [tokens, H, d]."""
+    rows = x.transpose(1, 2)
+    if max(padding) <= seen - x.shape[2]:
+        return rows.flatten(0, 1)
+    return rows[_real(padding, x.shape[2], seen, x.device)]
+
+
+def _batch(tokens: Tensor, batch: int, new: int, padding: list[int], seen: int) -> Tensor:
+    """[tokens, H, d] -> [B, n, H, d], zero where there was padding."""
+    if max(padding) <= seen - new:
+        return tokens.view(batch, new, *tokens.shape[1:])
+    rows = tokens.new_zeros(batch, new, *tokens.shape[1:])
+    rows[_real(padding, new, seen, tokens.device)] = tokens
+    return rows
+
+
+def _real(padding: list[int], new: int, seen: int, device: torch.device) -> Tensor:
+    positions = torch.arange(seen - new, seen, device=device)
+    return positions >= torch.tensor(padding, device=device)[:, None]
+
+
+def _window_rows(
+    step: Step, store: LayerCache, padding: list[int], seen: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, seen, d] of sequences that lie in the windows whole."""
+    table = step.window_table.long()
+    rows = store.window[table].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, B, H, positions, d]
+    if any(padding):
+        at = (
+            torch.arange(seen, device=table.device)
+            - torch.tensor(padding, device=table.device)[:, None]
+        )
+        index = at.clamp_min(0)[None, :, None, :, None].expand(
+            2, -1, rows.shape[2], -1, rows.shape[4]
+        )
+        rows = rows.gather(3, index)
+    keys, values = rows[:, :, :, :seen].unbind(0)
+    return keys, values

@@ -1,0 +1,153 @@
+"""What a Transformers model looks like: its identity, its layers, its RoPE."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from oscarkv.artifact import ModelIdentity
+from oscarkv.errors import UnsupportedModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    identity: ModelIdentity
+    layer_types: tuple[str, ...]  # of the cache layers, in order
+
+    def select(
+        self, *, quantize_sliding: bool, skip_layers: tuple[int, ...], skip_unsupported: bool
+    ) -> list[int]:
+        """The layers to quantise; refuses those it cannot, unless told to skip them."""
+        outside = [i for i in skip_layers if not 0 <= i < len(self.layer_types)]
+        if outside:
+            raise UnsupportedModelError(
+                f"cannot skip layer {outside[0]}: {self.identity.name} has layers 0 to "
+                f"{len(self.layer_types) - 1}"
+            )
+        chosen, refused = [], []
+        for index, kind in enumerate(self.layer_types):
+            if index in skip_layers or (kind == SLIDING and not quantize_sliding):
+                continue
+            (chosen if kind in (FULL, SLIDING) else refused).append(index)
+        if refused and not skip_unsupported:
+            kinds = ", ".join(sorted({self.layer_types[i] for i in refused}))
+            listed = ", ".join(map(str, refused))
+            raise UnsupportedModelError(
+                f"{self.identity.name}: layers {listed} use {kinds}, which has no per-head keys "
+                "and values to quantise; leave them in full precision with --skip-unsupported"
+            )
+        if not chosen:
+            raise UnsupportedModelError(
+                f"{self.identity.name}: no layer is left to quantise (layer types: "
+                f"{', '.join(sorted(set(self.layer_types)))})"
+            )
+        return chosen
+
+
+def describe(model: Any) -> ModelGeometry:
+    """Read a model's geometry from its configuration and weights."""
+    config = model.config.get_text_config(decoder=True)
+    name = getattr(model, "oscarkv_name", "") or model.config.name_or_path or type(model).__name__
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} uses multi-head latent attention (MLA): its cache is one latent per token, "
+            "not keys and values per head. oscarkv does not quantise it yet"
+        )
+    for needed in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not hasattr(config, needed):
+            raise UnsupportedModelError(
+                f"{name} ({type(model).__name__}) is not a decoder with standard attention: its "
+                f"configuration has no {needed}"
+            )
+    heads = config.num_attention_heads
+    layer_types, _ = get_layer_types_and_kwargs(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    identity = ModelIdentity(
+        name=str(name),
+        architecture=type(model).__name__,
+        layers=config.num_hidden_layers,
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        context=int(getattr(config, "max_position_embeddings", 0) or 0),
+        rope=json.dumps(rope, sort_keys=True, default=str),
+        fingerprint=fingerprint(model),
+    )
+    return ModelGeometry(identity, tuple(layer_types))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of a sample of the weights that every engine holds whole: embeddings and norms.
+
+    Values are rounded to bfloat16, so that a model loaded in another precision is still itself.
+    """
+    digest = hashlib.sha256()
+
+    def take(tensor: Tensor, count: int) -> None:
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // count)][:count]
+        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+
+    take(model.get_input_embeddings().weight, 4096)  # type: ignore[operator,union-attr]
+    for parameter_name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() == 1 and parameter_name.endswith("norm.weight"):
+            take(parameter, 64)
+    return digest.hexdigest()
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention module of each layer."""
+    return {
+        int(module.layer_idx): module  # type: ignore[arg-type]
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and (hasattr(module, "o_proj") or hasattr(module, "dense"))
+    }
+
+
+def rope_turns(model: Any, layer: int, head_dim: int, offsets: Tensor) -> Tensor | None:
+    """How moving by each offset turns a row vector: fp64 [n, d, d], or None without RoPE.
+
+    Asked of the model itself (its own frequencies, scaling, layout and partial rotation), by
+    turning the identity matrix.
+    """
+    module = attention_modules(model).get(layer)
+    apply = getattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb", None)
+    rotary = getattr(model.base_model, "rotary_emb", None) or getattr(module, "rotary_emb", None)
+    text = getattr(model.base_model, "language_model", None)
+    rotary = rotary or getattr(text, "rotary_emb", None)
+    if module is None or apply is None or rotary is None:
+        return None
+    device = next(model.parameters()).device
+    probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
+    arguments: dict[str, Any] = {"position_ids": offsets[None].to(device)}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        arguments["layer_type"] = getattr(module, "layer_type", FULL)
+    cos, sin = rotary(probe, **arguments)
+    scaling = cos[0, 0].abs().max().clamp_min(1e-6)  # YaRN stretches as it turns
+    cos, sin = cos.double() / scaling, sin.double() / scaling
+
+    def turn(dim: int) -> Tensor:
+        basis = torch.eye(dim, dtype=torch.float64, device=device)
+        basis = basis[None, :, None].expand(1, dim, len(offsets), dim)  # rows as heads
+        turned, _ = apply(basis, basis, cos, sin)
+        return turned[0].transpose(0, 1)
+
+    try:
+        turns = turn(head_dim)
+    except RuntimeError:  # the model slices off its rotary dimensions before the call
+        rotary_dim = cos.shape[-1]
+        turns = torch.eye(head_dim, dtype=torch.float64, device=device).repeat(len(offsets), 1, 1)
+        turns[:, :rotary_dim, :rotary_dim] = turn(rotary_dim)
+    if offsets[0] == 0 and not torch.allclose(turns[0], torch.eye(head_dim).to(turns), atol=1e-6):
+        return None
+    return turns
