@@ -17,6 +17,7 @@ from oscarkv.calibration.statistics import (
     sample_positions,
 )
 from oscarkv.codec import RowCodec
+from oscarkv.codec.parameters import bases
 from oscarkv.errors import CalibrationError
 from oscarkv.linalg import hadamard
 from oscarkv.methods import get_transform, needs
@@ -230,7 +231,7 @@ def _round_trip_errors(
             layer.key,
             layer.query.mT,
             RowCodec.for_keys(recipe, dim),
-            layer.exponents[0],
+            bases(layer.exponents[0]),
         ),
         (
             call.v,
@@ -238,12 +239,12 @@ def _round_trip_errors(
             layer.value,
             layer.value_inverse,
             RowCodec.for_values(recipe, dim),
-            layer.exponents[1],
+            bases(layer.exponents[1]),
         ),
     ]
     results = []
-    for x, mean, forward, inverse, codec, e0 in sides:
+    for x, mean, forward, inverse, codec, base in sides:
         rows = (x.float() - mean[:, None]) @ forward
-        codes, stored = codec.encode(rows, e0[:, None])
-        results.append((codec.decode(codes, stored, e0[:, None]) - rows) @ inverse)
+        codes, stored = codec.encode(rows, base[:, None])
+        results.append((codec.decode(codes, stored, base[:, None]) - rows) @ inverse)
     return results[0], results[1]

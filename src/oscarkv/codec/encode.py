@@ -24,7 +24,9 @@ OPTIMAL_SCALE = {4: 0.9957, 8: 0.5860, 16: 0.3352}
 START_FACTORS = (0.85, 1.0, 1.2)
 FIT_ROUNDS = 4
 GAIN_LIMITS = (0.8, 1.5)
-_INTEGER_BITS = 11
+_UNIT = 2.0**-10
+_TINY = torch.finfo(torch.float32).tiny
+_SMALLEST_RANGE = 2.0**-100  # far below anything stored, far above where fp32 loses precision
 
 
 @dataclass(frozen=True)
@@ -59,20 +61,20 @@ class RowCodec:
     def symmetric(self) -> bool:
         return self.parameter_format == "log8-symmetric"
 
-    def encode(self, rows: Tensor, e0: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 rows [..., d], e0 int32 broadcasting against [...] -> codes uint8, parameters uint8.
+    def encode(self, rows: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 rows [..., d], base = 2^e0 broadcasting against [...] -> codes, parameters (uint8).
 
         Codes are [..., d] in channel order, parameters [..., G pb] as stored.
         """
-        return self._encode(rows, e0, lambda ratio: _quarter_power(ratio, self.gain))
+        return self._encode(rows, base, lambda ratio: _quarter_power(ratio, self.gain))
 
     def encode_with(
-        self, values: RowCodec, key_rows: Tensor, value_rows: Tensor, e0: Tensor
+        self, values: RowCodec, key_rows: Tensor, value_rows: Tensor, base: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Encode keys (with this codec) and values (with theirs) together: [2, ...] results.
 
         The same numbers as two calls of `encode`, in half the operations; only for codecs that
-        differ in nothing but the gain (`shares_grid`). e0 is [2, ...].
+        differ in nothing but the gain (`shares_grid`). base is [2, ...].
         """
 
         def gains(ratio: Tensor) -> Tensor:
@@ -80,22 +82,22 @@ class RowCodec:
                 [_quarter_power(ratio[0], self.gain), _quarter_power(ratio[1], values.gain)]
             )
 
-        return self._encode(torch.stack([key_rows, value_rows]), e0, gains)
+        return self._encode(torch.stack([key_rows, value_rows]), base, gains)
 
     def shares_grid(self, other: RowCodec) -> bool:
         return replace(self, gain=0.0) == replace(other, gain=0.0) and self.clip == other.clip
 
     def _encode(
-        self, rows: Tensor, e0: Tensor, gain_of: Callable[[Tensor], Tensor]
+        self, rows: Tensor, base: Tensor, gain_of: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         x = rows.unflatten(-1, (self.groups, -1))
-        e0 = e0.unsqueeze(-1)
+        base = base.unsqueeze(-1)
         if self.fit == "minmax":
             s, lo = self._fit_minmax(rows, x)
-            stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, e0)
+            stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, base)
         else:
             s, lo, gain, center = self._fit_least_squares(x, gain_of)
-            stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, e0)
+            stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, base)
             # The codes are those of the grid before the gain stretched it. (Dividing by a gain
             # of one changes nothing: the offset is then within one rounding of the stored one.)
             s = s / gain
@@ -103,9 +105,9 @@ class RowCodec:
         codes = torch.floor((x - lo[..., None]) / s[..., None] + 0.5).clamp(0, self.levels - 1)
         return codes.to(torch.uint8).flatten(-2), stored
 
-    def decode(self, codes: Tensor, stored: Tensor, e0: Tensor) -> Tensor:
+    def decode(self, codes: Tensor, stored: Tensor, base: Tensor) -> Tensor:
         """Codes uint8 [..., d] and parameters [..., G pb] -> fp32 rows [..., d]."""
-        s, lo = parameters.load(stored, self.parameter_format, self.levels, e0.unsqueeze(-1))
+        s, lo = parameters.load(stored, self.parameter_format, self.levels, base.unsqueeze(-1))
         grouped = codes.unflatten(-1, (self.groups, -1)).float()
         return (s[..., None] * grouped + lo[..., None]).flatten(-2)
 
@@ -125,51 +127,55 @@ class RowCodec:
         self, x: Tensor, gain_of: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Best s, lo over several starts, times the gain; also the gain and the row's center."""
-        n = x.shape[-1]
-        lowest, highest = x.amin(-1), x.amax(-1)
+        shape, n = x.shape[:-1], x.shape[-1]
+        rows = x.reshape(-1, n)
+        lowest, highest = torch.aminmax(rows, dim=-1)
         if self.symmetric:
             middle = torch.zeros_like(lowest)
             half = torch.maximum(highest, -lowest)
         else:
             middle = 0.5 * lowest + 0.5 * highest
             half = torch.maximum(highest - middle, middle - lowest)
-        tiny = torch.finfo(torch.float32).tiny
-        e = parameters.exponent(half.clamp_min(tiny)) + 1  # half < 2^e
-        unit = parameters.power_of_two(e - _INTEGER_BITS)
-        X = torch.round(
-            (x - middle[..., None]) * parameters.power_of_two(_INTEGER_BITS - e)[..., None]
-        )
+        unit = parameters.power_below(half.clamp_min(_SMALLEST_RANGE)) * _UNIT  # half < 2^11 unit
+        X = torch.round((rows - middle[:, None]) / unit[:, None])  # exact: unit is a power of two
 
-        sum_x = X.sum(-1).double()
-        sum_xx = (X.double() * X).sum(-1)
-        spread = sum_xx * n if self.symmetric else sum_xx * n - sum_x * sum_x  # n^2 variance
+        exact = X.double()  # sums of integers: the same in any order
+        sum_x = exact.sum(-1)
+        spread = (exact * exact).sum(-1) * n  # n^2 times the variance
+        if not self.symmetric:
+            spread = spread - sum_x * sum_x
         spread = spread.float()
         center = torch.zeros_like(middle) if self.symmetric else sum_x.float() / n
 
         S, LO, covariance, energy = self._alternate(X, sum_x, torch.sqrt(spread) / n, center)
-        ratio = (spread * energy) / (covariance * covariance).clamp_min(tiny)
-        gain = gain_of(ratio.clamp(*GAIN_LIMITS))
+        ratio = (spread * energy) / (covariance * covariance).clamp_min(_TINY)
+        gain = gain_of(ratio.clamp(*GAIN_LIMITS).view(shape)).flatten()
         s = (S * gain) * unit
-        lo = ((LO - center) * gain + center) * unit + middle
         if self.symmetric:
             lo = s * (-(self.levels - 1) / 2)
-        return s, lo, gain, center * unit + middle
+        else:
+            lo = ((LO - center) * gain + center) * unit + middle
+        center = center * unit + middle
+        return s.view(shape), lo.view(shape), gain.view(shape), center.view(shape)
 
     def _alternate(
         self, X: Tensor, sum_x: Tensor, deviation: Tensor, center: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Alternate rounding and fitting from several starts; keep the one that explains most.
 
-        Returns S, LO and the integers behind them, cov = n sum(cX) - sum(c) sum(X) and
-        den = n sum(c^2) - sum(c)^2 (symmetric: n sum(zX) and n sum(z^2), z = 2c - L + 1).
-        A constant row has cov = den = 0 and gets S = 0.
+        X holds rows [R, n] of integers. Returns S, LO [R] and the integers behind them,
+        cov = n sum(cX) - sum(c) sum(X) and den = n sum(c^2) - sum(c)^2 (symmetric: n sum(zX) and
+        n sum(z^2), z = 2c - L + 1). A constant row has cov = den = 0 and gets S = 0.
         """
         n, top = X.shape[-1], self.levels - 1
         constants = _fit_constants(self.levels, self.symmetric, str(X.device))
-        S = deviation[..., None] * constants.starts
-        LO = center[..., None] - S * (top / 2)
-        sum_x = sum_x[..., None]
+        starts = len(START_FACTORS)
+        S = deviation[:, None] * constants.starts  # [R, starts]
+        LO = center[:, None] - S * (top / 2)
         features = torch.stack([torch.ones_like(X), X], -1)
+        sum_x = sum_x[:, None]
+        total = sum_x.float()
+        X = X[:, None]
         covariance = energy = S
         for _ in range(FIT_ROUNDS):
             # c = how many thresholds LO + (k - 1/2) S, k = 1 .. top, the integer X reaches. With
@@ -178,10 +184,9 @@ class RowCodec:
             thresholds = S[..., None] * constants.offsets
             if not self.symmetric:
                 thresholds = thresholds + LO[..., None]
-            reaches = X[..., None, :] >= thresholds.flatten(-2)[..., None]
-            sums = (reaches.float() @ features).unflatten(-2, (-1, top))
-            moments = (sums.mT @ constants.weights).double()
-            sum_c, sum_cc, sum_cx = moments[..., 0, 0], moments[..., 0, 1], moments[..., 1, 0]
+            reaches = thresholds.view(-1, starts * top, 1) <= X
+            sums = torch.bmm(reaches.float(), features).view(-1, starts, 2 * top)
+            sum_c, sum_cc, sum_cx = (sums @ constants.weights).double().unbind(-1)
             if self.symmetric:
                 covariance = (n * (2 * sum_cx - top * sum_x)).float()
                 energy = (n * (4 * sum_cc - 4 * top * sum_c + n * top * top)).float()
@@ -190,11 +195,11 @@ class RowCodec:
                 covariance = (n * sum_cx - sum_c * sum_x).float()
                 energy = (n * sum_cc - sum_c * sum_c).float()
                 S = covariance / energy.clamp_min(1.0)
-                LO = (sum_cc * sum_x - sum_c * sum_cx).float() / energy.clamp_min(1.0)
+                LO = (total - S * sum_c.float()) / n
         explained = (covariance * covariance) / energy.clamp_min(1.0)
-        best = explained.argmax(-1, keepdim=True)
+        best = explained.argmax(-1, keepdim=True).expand(-1, 4).unsqueeze(1)
         S, LO, covariance, energy = (
-            t.gather(-1, best).squeeze(-1) for t in (S, LO, covariance, energy)
+            torch.stack([S, LO, covariance, energy], -1).gather(1, best).squeeze(1).unbind(-1)
         )
         return S, LO, covariance, energy
 
@@ -203,17 +208,20 @@ class RowCodec:
 class _FitConstants:
     starts: Tensor  # [starts]: first scales, in standard deviations
     offsets: Tensor  # [L - 1]: k - 1/2 (asymmetric thresholds, from LO) or k - L/2 (symmetric)
-    weights: Tensor  # [L - 1, 2]: 1 and 2k - 1
+    weights: Tensor  # [2 (L - 1), 3]: (sum M, sum M X) for each k -> sum(c), sum(c^2), sum(cX)
 
 
 @lru_cache(maxsize=32)
 def _fit_constants(levels: int, symmetric: bool, device: str) -> _FitConstants:
     k = torch.arange(1, levels, dtype=torch.float32, device=device)
     starts = torch.tensor(START_FACTORS, dtype=torch.float32, device=device)
+    one, zero = torch.ones_like(k), torch.zeros_like(k)
+    of_count = torch.stack([one, 2 * k - 1, zero], -1)
+    of_sum = torch.stack([zero, zero, one], -1)
     return _FitConstants(
         starts * OPTIMAL_SCALE[levels],
         k - levels / 2 if symmetric else k - 0.5,
-        torch.stack([torch.ones_like(k), 2 * k - 1], -1),
+        torch.stack([of_count, of_sum], 1).flatten(0, 1),
     )
 
 

@@ -71,73 +71,56 @@ class RowLayout:
 
     def pack(self, codes: Tensor) -> Tensor:
         """Codes uint8 [..., head_dim] in channel order -> bytes uint8 [..., bytes]."""
-        parts, shift = [], 0
-        for plane in self.planes:
-            field = (codes.int() >> shift) & ((1 << plane.bits) - 1)
-            shift += plane.bits
-            padding = 2 * plane.slots * plane.words - self.head_dim
-            field = torch.nn.functional.pad(field, (0, padding))
-            field = field.unflatten(-1, (plane.slots, 2, plane.words))
-            offsets = plane.bits * torch.arange(plane.slots, device=codes.device)
-            halves = (field << offsets.int()[:, None, None]).sum(-3, dtype=torch.int32)
-            words = halves[..., 0, :] | (halves[..., 1, :] << 16)
-            parts.append(words.contiguous().view(torch.uint8))
-        return torch.cat(parts, -1)
+        if len(self.planes) == 1:
+            return _pack_plane(codes.int(), self.planes[0])
+        low, high = self.planes
+        codes = codes.int()
+        mask = (1 << low.bits) - 1
+        return torch.cat([_pack_plane(codes & mask, low), _pack_plane(codes >> low.bits, high)], -1)
 
-    def unpack_fragments(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bytes [..., bytes] -> codes [..., N] in `fragment_channels` order (cheap to produce)."""
-        parts, start = None, 0
+    def unpack_columns(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of bytes [..., n, bytes] -> their codes as columns [..., head_dim, n].
+
+        Columns, because then every step runs over long contiguous vectors.
+        """
+        codes, start, weight = None, 0, 1
         for plane in self.planes:
             stop = start + 4 * plane.words
-            words = packed[..., start:stop].contiguous().view(torch.int32)
-            start = stop
-            mask = 0x00010001 * ((1 << plane.bits) - 1)
-            shifts = _shifts(plane.bits, str(packed.device))
-            pairs = (words.unsqueeze(-2) >> shifts) & mask
-            codes = pairs.view(torch.int16).flatten(-2).to(dtype)
-            if parts is None:
-                parts = codes
-            else:  # the high bit of 3-bit codes: bring both planes to channel order first
-                low = parts[..., _positions(self.planes[0], str(packed.device))]
-                high = codes[..., _positions(plane, str(packed.device))]
-                return low + high * (1 << self.planes[0].bits)
-        assert parts is not None
-        return parts
-
-    @cached_property
-    def fragment_channels(self) -> Tensor:
-        """The channel of each code that `unpack_fragments` gives; >= head_dim for padding."""
-        if len(self.planes) > 1:
-            return torch.arange(self.head_dim)
-        return _fragment_channels(self.planes[0])
-
-    @cached_property
-    def channel_positions(self) -> Tensor:
-        """Where each channel lies among the codes that `unpack_fragments` gives."""
-        return self.fragment_channels.argsort()[: self.head_dim]
+            words = packed[..., start:stop].contiguous().view(torch.int32).mT.contiguous()
+            fields = words.unsqueeze(-3) >> _field_shifts(plane.bits, str(packed.device))
+            fields &= (1 << plane.bits) - 1
+            columns = fields.flatten(-3, -2)[..., : self.head_dim, :].to(dtype)  # channel order
+            codes = columns if codes is None else codes + columns * weight
+            start, weight = stop, weight << plane.bits
+        assert codes is not None
+        return codes
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Bytes uint8 [..., bytes] -> codes uint8 [..., head_dim] in channel order."""
-        codes = self.unpack_fragments(packed, torch.uint8)
-        return codes[..., self.channel_positions.to(packed.device)]
+        return self.unpack_columns(packed.unsqueeze(-2), torch.uint8).squeeze(-1)
 
 
-def _fragment_channels(plane: Plane) -> Tensor:
-    slot = torch.arange(plane.slots)[:, None, None]
-    word = torch.arange(plane.words)[None, :, None]
-    half = torch.arange(2)[None, None, :]
-    return ((2 * slot + half) * plane.words + word).flatten()
+def _pack_plane(field: Tensor, plane: Plane) -> Tensor:
+    padding = 2 * plane.slots * plane.words - plane.head_dim
+    if padding:
+        field = torch.nn.functional.pad(field, (0, padding))
+    field = field.unflatten(-1, (plane.slots, 2, plane.words))
+    halves = (field << _shifts(plane.bits, str(field.device))).sum(-3, dtype=torch.int32)
+    words = halves[..., 0, :] | (halves[..., 1, :] << 16)
+    return words.contiguous().view(torch.uint8)
 
 
 @lru_cache(maxsize=64)
 def _shifts(bits: int, device: str) -> Tensor:
-    return torch.arange(0, 16, bits, dtype=torch.int32, device=device).unsqueeze(-1)
+    """First bit of each slot of a half word, [slots, 1, 1]."""
+    return torch.arange(0, 16, bits, dtype=torch.int32, device=device)[:, None, None]
 
 
 @lru_cache(maxsize=64)
-def _positions(plane: Plane, device: str) -> Tensor:
-    """Where each channel lies among the codes of `unpack_fragments`."""
-    return _fragment_channels(plane).argsort()[: plane.head_dim].to(device)
+def _field_shifts(bits: int, device: str) -> Tensor:
+    """First bit of each (slot, half) of a word, in channel order: [2 slots, 1, 1]."""
+    halves = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    return (_shifts(bits, device)[:, :, 0] + halves).flatten()[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ DAMPING = 0.02
 
 
 def metric_round(
-    rows: Tensor, codes: Tensor, stored: Tensor, metric: Tensor, codec: RowCodec, e0: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rows fp32 [n, H, d] and their codes and parameters -> better codes, same parameters.
+    rows: Tensor, codes: Tensor, stored: Tensor, metric: Tensor, codec: RowCodec, base: Tensor
+) -> Tensor:
+    """Rows fp32 [H, n, d] and their codes and parameters -> better codes for those parameters.
 
     The scale already holds the unbiasing gain; descending under it keeps the gain's effect.
     """
@@ -28,18 +28,18 @@ def metric_round(
     eye = torch.eye(dim, dtype=metric.dtype, device=metric.device)
     mean_eigenvalue = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     damped = metric + DAMPING * mean_eigenvalue * eye
-    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, e0.unsqueeze(-1))
+    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base.unsqueeze(-1))
     width = dim // codec.groups
     s, lo = s.repeat_interleave(width, -1), lo.repeat_interleave(width, -1)
     c = codes.float()
     error = s * c + lo - rows
-    gradient = torch.einsum("nhd,hde->nhe", error, damped)
+    gradient = torch.einsum("hnd,hde->hne", error, damped)
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     for _ in range(SWEEPS):
         for j in range(dim):
-            best = c[..., j] - gradient[..., j] / (diagonal[:, j] * s[..., j])
+            best = c[..., j] - gradient[..., j] / (diagonal[:, j, None] * s[..., j])
             new = torch.floor(best + 0.5).clamp(0, codec.levels - 1)
             change = (new - c[..., j]) * s[..., j]
             c[..., j] = new
-            gradient = gradient + change[..., None] * damped[:, j]
-    return c.to(torch.uint8), stored
+            gradient = gradient + change[..., None] * damped[:, j, None]
+    return c.to(torch.uint8)

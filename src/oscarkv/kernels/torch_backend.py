@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscarkv.codec import RowLayout, parameters
+from oscarkv.codec import parameters
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.codec.rounding import metric_round
 from oscarkv.errors import CacheError
@@ -91,6 +91,7 @@ class TorchBackend:
 
     # -- write -------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def write(
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
     ) -> None:
@@ -127,6 +128,7 @@ class TorchBackend:
 
     # -- decode ------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
         plan = self._planned()
         step = self._decode_step(plan, layer, q.device)
@@ -150,6 +152,7 @@ class TorchBackend:
 
     # -- prefill -----------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
         plan = self._planned()
         for index, (start, new) in enumerate(zip(plan.starts, plan.query_lens, strict=False)):
@@ -363,9 +366,7 @@ def _attend(
     weights = torch.softmax(torch.cat(logits, -1), -1).split(widths, -1)
     result = weights[0] @ values
     if history:
-        packed = torch.stack(
-            [block.read(p) for block, p in zip(blocks, weights[1:], strict=True)]
-        ).sum(0)
+        packed = sum(block.read(p) for block, p in zip(blocks, weights[1:], strict=True))
         share = sum(p.sum(-1, keepdim=True) for p in weights[1:])
         transforms = layer.transforms
         if transforms.value_inverse is not None:
@@ -378,21 +379,19 @@ def _attend(
 
 @dataclass
 class _TransformedQueries:
-    """q' = q A^-T as the packed keys want it."""
+    """q' = q A^-T, and what of it multiplies the keys' offsets and mean."""
 
-    channels: Tensor  # [B, H, r, d] in channel order
-    fragments: Tensor  # [B, H, r, N] in the order of unpacked fragments
-    sums: Tensor  # [B, H, r, groups] over channels
+    rows: Tensor  # [B, H, r, d]
+    sums: Tensor  # [B, H, r, groups]: over the channels of a group
     means: Tensor  # [B, H, r, 1]: q . m
 
     @classmethod
     def of(cls, q: Tensor, layer: LayerCache) -> _TransformedQueries:
-        transforms, layout = layer.transforms, layer.layout
-        channels = q @ transforms.query.to(q.dtype)
+        transforms = layer.transforms
+        rows = q @ transforms.query.to(q.dtype)
         return cls(
-            channels,
-            _to_fragments(channels, layout.key_row),
-            channels.unflatten(-1, (layout.groups, -1)).sum(-1),
+            rows,
+            rows.unflatten(-1, (layer.layout.groups, -1)).sum(-1),
             q @ transforms.key_mean.to(q.dtype)[..., None],
         )
 
@@ -402,56 +401,46 @@ class _PackedBlock:
 
     def __init__(self, pages: Tensor, layer: LayerCache) -> None:
         """pages: uint8 [B, p, H, bytes]."""
-        self.layer, self.layout = layer, layer.layout
+        self.layout = layer.layout
         sections = self.layout.sections(pages.transpose(1, 2))  # [B, H, p, P, ...] each
-        self.k_codes, self.v_codes, self.k_stored, self.v_stored = (
-            section.flatten(2, 3) for section in sections
-        )
+        self.k_codes, self.v_codes, *stored = (section.flatten(2, 3) for section in sections)
+        base = _bases(layer)[:, None, :, None, None]
+        levels = (layer.key_codec.levels, layer.value_codec.levels)
+        if levels[0] == levels[1]:
+            s, lo = parameters.load(
+                torch.stack(stored), self.layout.parameter_format, levels[0], base
+            )
+            self.parameters = [(s[0], lo[0]), (s[1], lo[1])]
+        else:
+            self.parameters = [
+                parameters.load(stored[i], self.layout.parameter_format, levels[i], base[i])
+                for i in (0, 1)
+            ]
 
     def logits(self, q: _TransformedQueries) -> Tensor:
         """s (q' . c) + lo sum(q') + q . m: [B, H, r, keys]."""
-        layout, dtype = self.layout, q.channels.dtype
-        scale, lo = self._parameters(self.k_stored, 0, self.layer.key_codec.levels, dtype)
-        codes = layout.key_row.unpack_fragments(self.k_codes, dtype)
-        if layout.groups == 1:
-            products = (q.fragments @ codes.mT) * scale.mT
+        scale, lo = (x.to(q.rows.dtype).mT for x in self.parameters[0])
+        codes = self.layout.key_row.unpack_columns(self.k_codes, q.rows.dtype)
+        if self.layout.groups == 1:
+            products = (q.rows @ codes) * scale
         else:
-            scaled = _scale_groups(_from_fragments(codes, layout.key_row), scale)
-            products = q.channels @ scaled.mT
-        return products + q.sums @ lo.mT + q.means
+            products = q.rows @ _scale_groups(codes, scale)
+        return products + q.sums @ lo + q.means
 
     def read(self, weights: Tensor) -> Tensor:
         """sum p (s c + lo) over the block's tokens: [B, H, r, d], still transformed."""
-        layout, dtype = self.layout, weights.dtype
-        scale, lo = self._parameters(self.v_stored, 1, self.layer.value_codec.levels, dtype)
-        codes = layout.value_row.unpack_fragments(self.v_codes, dtype)
-        if layout.groups == 1:
-            summed = _from_fragments((weights * scale.mT) @ codes, layout.value_row)
-        else:
-            summed = weights @ _scale_groups(_from_fragments(codes, layout.value_row), scale)
-        offsets = weights @ lo
-        return (summed.unflatten(-1, (layout.groups, -1)) + offsets[..., None]).flatten(-2)
-
-    def _parameters(
-        self, stored: Tensor, side: int, levels: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Scales and offsets [B, H, keys, groups]."""
-        e0 = self.layer.transforms.exponents[side][:, None, None]
-        s, lo = parameters.load(stored, self.layout.parameter_format, levels, e0)
-        return s.to(dtype), lo.to(dtype)
+        scale, lo = (x.to(weights.dtype).mT for x in self.parameters[1])
+        codes = self.layout.value_row.unpack_columns(self.v_codes, weights.dtype)
+        if self.layout.groups == 1:
+            return (weights * scale) @ codes.mT + weights @ lo.mT
+        summed = weights @ _scale_groups(codes, scale).mT
+        offsets = weights @ lo.mT
+        return (summed.unflatten(-1, (self.layout.groups, -1)) + offsets[..., None]).flatten(-2)
 
 
 def _scale_groups(codes: Tensor, scale: Tensor) -> Tensor:
-    return (codes.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
-
-
-def _to_fragments(x: Tensor, row: RowLayout) -> Tensor:
-    channels = row.fragment_channels.to(x.device)
-    return torch.nn.functional.pad(x, (0, channels.numel() - x.shape[-1]))[..., channels]
-
-
-def _from_fragments(x: Tensor, row: RowLayout) -> Tensor:
-    return x[..., row.channel_positions.to(x.device)]
+    """codes [..., d, n] times scales [..., groups, n]."""
+    return (codes.unflatten(-2, (scale.shape[-2], -1)) * scale[..., None, :]).flatten(-3, -2)
 
 
 # -- rows ----------------------------------------------------------------------------------------
@@ -463,22 +452,47 @@ def encode_tokens(k: Tensor, v: Tensor, layer: LayerCache) -> tuple[Tensor, Tens
     The transform is summed in fp64 and rounded once, so that a row gets the same codes whether it
     comes alone or in a chunk.
     """
-    transforms, layout = layer.transforms, layer.layout
-    keys = _transform(k, transforms.key_mean, transforms.key)
-    values = _transform(v, transforms.value_mean, transforms.value)
-    e0 = transforms.exponents
+    layout, base = layer.layout, _bases(layer)
+    means, matrices = _double_transforms(layer)  # [2, H, 1, d] and [2, H, d, d]
+    rows = torch.stack([k, v]).double().transpose(1, 2)  # [2, H, n, d]
+    rows = ((rows - means) @ matrices).float()
     key_codec, value_codec = layer.key_codec, layer.value_codec
     if key_codec.shares_grid(value_codec):
-        codes, stored = key_codec.encode_with(value_codec, keys, values, e0[:, None])
-        (k_codes, v_codes), (k_stored, v_stored) = codes.unbind(0), stored.unbind(0)
+        codes, stored = key_codec.encode_with(value_codec, rows[0], rows[1], base[..., None])
     else:
-        k_codes, k_stored = key_codec.encode(keys, e0[0])
-        v_codes, v_stored = value_codec.encode(values, e0[1])
-    if transforms.metric is not None:
-        k_codes, k_stored = metric_round(
-            keys, k_codes, k_stored, transforms.metric, key_codec, e0[0]
-        )
-    return layout.key_row.pack(k_codes), layout.value_row.pack(v_codes), k_stored, v_stored
+        sides = [(key_codec, rows[0], base[0]), (value_codec, rows[1], base[1])]
+        encoded = [codec.encode(x, b[:, None]) for codec, x, b in sides]
+        codes, stored = ([pair[i] for pair in encoded] for i in (0, 1))
+    k_codes, v_codes = codes[0], codes[1]
+    metric = layer.transforms.metric
+    if metric is not None:
+        k_codes = metric_round(rows[0], k_codes, stored[0], metric, key_codec, base[0, :, None])
+    elif isinstance(codes, Tensor):  # encoded together: pack together
+        k_packed, v_packed = layout.key_row.pack(codes.transpose(1, 2)).unbind(0)
+        return k_packed, v_packed, stored[0].transpose(0, 1), stored[1].transpose(0, 1)
+    k_packed = layout.key_row.pack(k_codes.transpose(0, 1))
+    v_packed = layout.value_row.pack(v_codes.transpose(0, 1))
+    return k_packed, v_packed, stored[0].transpose(0, 1), stored[1].transpose(0, 1)
+
+
+def _bases(layer: LayerCache) -> Tensor:
+    """2^e0 of keys and values, [2, H]."""
+    if "bases" not in layer.memo:
+        layer.memo["bases"] = parameters.bases(layer.transforms.exponents)
+    return layer.memo["bases"]
+
+
+def _double_transforms(layer: LayerCache) -> tuple[Tensor, Tensor]:
+    """Means and transforms of keys and values, stacked in fp64, made once for a layer."""
+    if "matrices" not in layer.memo:
+        transforms = layer.transforms
+        value, mean = transforms.value, transforms.value_mean
+        if value is None or mean is None:  # folded: values come transformed
+            eye = torch.eye(transforms.key.shape[-1], device=transforms.key.device)
+            value, mean = eye.expand_as(transforms.key), torch.zeros_like(transforms.key_mean)
+        layer.memo["matrices"] = torch.stack([transforms.key, value]).double()
+        layer.memo["means"] = torch.stack([transforms.key_mean, mean]).double()[:, :, None]
+    return layer.memo["means"], layer.memo["matrices"]
 
 
 def decode_tokens(pages: Tensor, layer: LayerCache) -> tuple[Tensor, Tensor]:
@@ -486,17 +500,10 @@ def decode_tokens(pages: Tensor, layer: LayerCache) -> tuple[Tensor, Tensor]:
     transforms, layout = layer.transforms, layer.layout
     sections = (s.transpose(1, 2).flatten(0, 1) for s in layout.sections(pages))
     k_codes, v_codes, k_stored, v_stored = sections
-    e0 = transforms.exponents
-    keys = layer.key_codec.decode(layout.key_row.unpack(k_codes), k_stored, e0[0])
-    values = layer.value_codec.decode(layout.value_row.unpack(v_codes), v_stored, e0[1])
+    base = _bases(layer)
+    keys = layer.key_codec.decode(layout.key_row.unpack(k_codes), k_stored, base[0])
+    values = layer.value_codec.decode(layout.value_row.unpack(v_codes), v_stored, base[1])
     k = torch.einsum("nhd,hed->nhe", keys, transforms.query) + transforms.key_mean
     if transforms.value_inverse is None or transforms.value_mean is None:
         return k, values
     return k, torch.einsum("nhd,hde->nhe", values, transforms.value_inverse) + transforms.value_mean
-
-
-def _transform(x: Tensor, mean: Tensor | None, matrix: Tensor | None) -> Tensor:
-    if mean is None or matrix is None:
-        return x.float()
-    centred = x.double() - mean.double()
-    return torch.einsum("nhd,hde->nhe", centred, matrix.double()).float()
