@@ -14,6 +14,7 @@ from oscarkv.artifact.files import library_version
 from oscarkv.calibration.fit import LayerCheck, fit_layer
 from oscarkv.calibration.statistics import AttentionCall, LayerStatistics
 from oscarkv.errors import CalibrationError, UnsupportedModelError
+from oscarkv.integrations.transformers.attach import values_are_folded
 from oscarkv.integrations.transformers.attention import attention_implementation, observing
 from oscarkv.integrations.transformers.geometry import ModelGeometry, describe, rope_turns
 from oscarkv.integrations.transformers.text import calibration_sequences, text_sha256
@@ -26,8 +27,9 @@ DEFAULT_TOKENS = 30000
 DEFAULT_LENGTH = 4096
 #: Statistics are averaged over positions up to this, where the model reaches it.
 DEFAULT_TARGET_LENGTH = 32768
-#: RoPE offsets the average is taken over, evenly spaced.
-OFFSETS = 32
+#: The average over positions is taken over contexts of this many lengths, from the calibration
+#: length to the target in equal ratios, and over this many positions in each.
+CONTEXT_LENGTHS, CONTEXT_OFFSETS = 8, 8
 
 #: Called with (work done, work in all, what is being done); the work is in tokens.
 Progress = Callable[[int, int, str], None]
@@ -40,7 +42,7 @@ def calibrate(
     *,
     recipe: Recipe | str = "balanced",
     tokens: int = DEFAULT_TOKENS,
-    length: int = DEFAULT_LENGTH,
+    length: int | None = None,
     target_length: int | None = None,
     seed: int = 0,
     quantize_sliding: bool = False,
@@ -54,7 +56,7 @@ def calibrate(
         artifact = oscarkv.calibrate(model, tokenizer, [open("book.txt").read()])
         oscarkv.save_artifact(artifact, "smollm2.safetensors")
 
-    `length` is cut to the model's context, `target_length` defaults to min(context, 32768).
+    `length` defaults to min(context, 4096), `target_length` to min(context, 32768).
     Deterministic for a seed on one machine. Nothing of the text is kept but statistics.
     """
     artifacts = calibrate_many(
@@ -81,7 +83,7 @@ def calibrate_many(
     *,
     recipes: Sequence[Recipe | str],
     tokens: int = DEFAULT_TOKENS,
-    length: int = DEFAULT_LENGTH,
+    length: int | None = None,
     target_length: int | None = None,
     seed: int = 0,
     quantize_sliding: bool = False,
@@ -91,12 +93,20 @@ def calibrate_many(
 ) -> list[Artifact]:
     """`calibrate` for several recipes at once: those with the same windows share their passes."""
     named = [Recipe.named(r) if isinstance(r, str) else r for r in recipes]
+    if isinstance(texts, str):
+        texts = [texts]
+    if values_are_folded(model):
+        raise UnsupportedModelError(
+            "this model has values folded into its weights; detach() it before calibrating"
+        )
     geometry = describe(model)
     layers = geometry.select(
         quantize_sliding=quantize_sliding,
         skip_layers=tuple(skip_layers),
         skip_unsupported=skip_unsupported,
     )
+    if length is None:
+        length = min(geometry.identity.context or DEFAULT_LENGTH, DEFAULT_LENGTH)
     target_length = _target_length(geometry, length, target_length)
     found: dict[int, Artifact] = {}
     by_windows: dict[tuple[int, int], list[int]] = {}
@@ -153,6 +163,20 @@ def _target_length(geometry: ModelGeometry, length: int, target_length: int | No
             f"--target-length {target_length} is beyond the context of {name} ({context} tokens)"
         )
     return target_length
+
+
+def position_offsets(length: int, target_length: int) -> Tensor:
+    """Where text will stand that was calibrated at the start of a context, sorted.
+
+    Short contexts are as likely as long ones (equal weight for each ratio of lengths), so near
+    positions count more than far ones: averaging evenly up to the target costs short contexts a
+    quarter of their accuracy.
+    """
+    ratio = target_length / length
+    steps = torch.linspace(0, 1, CONTEXT_LENGTHS, dtype=torch.float64)
+    lengths = length * ratio**steps
+    offsets = [torch.linspace(0, float(n - length), CONTEXT_OFFSETS) for n in lengths]
+    return torch.cat(offsets).round().long().sort().values
 
 
 class _Run:
@@ -229,10 +253,9 @@ class _Run:
         return results
 
     def _turns(self, layer: int) -> Tensor | None:
-        reach = self.target_length - self.length
-        if reach <= 0:
+        if self.target_length <= self.length:
             return None
-        offsets = torch.linspace(0, reach, OFFSETS).round().long()
+        offsets = position_offsets(self.length, self.target_length)
         turns = rope_turns(self.model, layer, self.geometry.identity.head_dim, offsets)
         if turns is None:
             logger.warning("layer %d: no RoPE found; statistics are not averaged", layer)
