@@ -1,4 +1,4 @@
-"""Test set-up that must run before torch starts."""
+"""Test set-up, the environment first: it must be set before torch starts."""
 
 import os
 
@@ -6,3 +6,12 @@ import os
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread_unless_slow(request: pytest.FixtureRequest) -> None:
+    """Tests use tiny tensors: threads only wait for each other, on a shared machine for seconds."""
+    torch.set_num_threads((os.cpu_count() or 1) if "slow" in request.keywords else 1)

@@ -34,6 +34,7 @@ class _Sequence:
     length: int = 0
     history: list[int] = field(default_factory=list)  # page of each `page_size` positions
     windows: list[int] = field(default_factory=list)  # page of each 16 positions, 0 if none
+    dropped: int = 0  # window pages before this one are gone, the sink's aside
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class PagedCache:
         if length == sequence.length:
             return
         self._release(sequence, length)
-        sequence.length = length
+        sequence.length, sequence.dropped = length, 0
         missing = [w for w in self._needed_windows(length) if not sequence.windows[w]]
         self._ensure(0, len(missing))
         for window in missing:
@@ -121,7 +122,7 @@ class PagedCache:
     def _copy(self, sequence: _Sequence) -> _Sequence:
         history = [self.history_pages.share(page) for page in sequence.history]
         windows = [self.window_pages.share(page) for page in sequence.windows]
-        return _Sequence(sequence.length, history, windows)
+        return _Sequence(sequence.length, history, windows, sequence.dropped)
 
     def _release(self, sequence: _Sequence, length: int) -> None:
         """Release the pages that hold no position below `length`."""
@@ -145,6 +146,8 @@ class PagedCache:
         history_slots: list[int] = []
         window_slots: list[int] = []
         for sequence, count, plan in zip(self._sequences, counts, plans, strict=True):
+            if not count:
+                continue
             self._drop_windows(sequence)
             self._own_last_pages(sequence)
             start = sequence.length
@@ -169,9 +172,12 @@ class PagedCache:
         new_windows: list[int]
 
     def _plan(self, sequence: _Sequence, count: int) -> _Need:
-        """The pages an append may take, copies on write included (an upper bound)."""
+        """The pages an append takes, copies on write included (at most one too many of those:
+        the last of several sharers that write in one step keeps the page)."""
         if count < 0:
             raise CacheError(f"cannot append {count} tokens")
+        if not count:
+            return self._Need(0, 0, [])
         end = sequence.length + count
         first = sequence.length // PAGE_QUANTUM
         last = -(-end // PAGE_QUANTUM)
@@ -182,17 +188,19 @@ class PagedCache:
             sink = min(-(-self.sink // PAGE_QUANTUM), last)
             new = sorted({*range(first, sink), *range(recent, last)})
         pages = -(-end // self.page_size) - len(sequence.history) if self.keep_history else 0
-        return self._Need(pages + 1, len(new) + 1, new) if count else self._Need(0, 0, [])
+        missing = [w for w in new if not any(sequence.windows[w : w + 1])]
+        copies = _shared(sequence.history, sequence.length % self.page_size, self.history_pages)
+        window_copies = _shared(sequence.windows, sequence.length % PAGE_QUANTUM, self.window_pages)
+        return self._Need(pages + copies, len(missing) + window_copies, new)
 
     def _drop_windows(self, sequence: _Sequence) -> None:
         """Release window pages that no query from the sequence's end on will read."""
-        first = -(-self.sink // PAGE_QUANTUM)
+        first = max(-(-self.sink // PAGE_QUANTUM), sequence.dropped)
         last = (sequence.length - self.recent + 1) // PAGE_QUANTUM
-        for window in range(last - 1, first - 1, -1):
-            if not sequence.windows[window]:
-                break  # everything older was dropped before
+        for window in range(first, last):
             self.window_pages.release(sequence.windows[window])
             sequence.windows[window] = 0
+        sequence.dropped = max(sequence.dropped, last)
 
     def _needed_windows(self, length: int) -> list[int]:
         """Window pages with a position that a query at `length` reads exactly."""
@@ -284,6 +292,11 @@ class PagedCache:
             k, v = decode_tokens(layer.history[source : source + 1], layer)
             rows = torch.stack([k, v], 2)[offset : offset + PAGE_QUANTUM]  # [16, H, 2, d]
             layer.window[sequence.windows[window]] = rows.permute(1, 2, 0, 3).to(layer.window.dtype)
+
+
+def _shared(pages: list[int], partly_filled: int, pool: PageAllocator) -> int:
+    """1 if writing on into the last page means copying it first, else 0."""
+    return int(bool(partly_filled and pages) and pool.references(pages[-1]) > 1)
 
 
 def _slots(pages: list[int], positions: range, size: int) -> list[int]:

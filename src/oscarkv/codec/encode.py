@@ -121,7 +121,7 @@ class RowCodec:
             threshold = rows.abs().sort(-1).values[..., index, None, None]
             x = x.clamp(-threshold, threshold)
         lo, hi = x.amin(-1), x.amax(-1)
-        return (hi - lo).clamp_min(1e-8) / (self.levels - 1), lo
+        return parameters.divide((hi - lo).clamp_min(1e-8), self.levels - 1), lo
 
     def _fit_least_squares(
         self, x: Tensor, gain_of: Callable[[Tensor], Tensor]
@@ -145,9 +145,10 @@ class RowCodec:
         if not self.symmetric:
             spread = spread - sum_x * sum_x
         spread = spread.float()
-        center = torch.zeros_like(middle) if self.symmetric else sum_x.float() / n
+        center = middle if self.symmetric else parameters.divide(sum_x.float(), n)
+        deviation = parameters.divide(_sqrt(spread), n)
 
-        S, LO, covariance, energy = self._alternate(X, sum_x, torch.sqrt(spread) / n, center)
+        S, LO, covariance, energy = self._alternate(X, sum_x, deviation, center)
         ratio = (spread * energy) / (covariance * covariance).clamp_min(_TINY)
         gain = gain_of(ratio.clamp(*GAIN_LIMITS).view(shape)).flatten()
         s = (S * gain) * unit
@@ -186,7 +187,7 @@ class RowCodec:
                 thresholds = thresholds + LO[..., None]
             reaches = thresholds.view(-1, starts * top, 1) <= X
             sums = torch.bmm(reaches.float(), features).view(-1, starts, 2 * top)
-            sum_c, sum_cc, sum_cx = (sums @ constants.weights).double().unbind(-1)
+            sum_c, sum_cc, sum_cx = (sums.double() @ constants.weights).unbind(-1)
             if self.symmetric:
                 covariance = (n * (2 * sum_cx - top * sum_x)).float()
                 energy = (n * (4 * sum_cc - 4 * top * sum_c + n * top * top)).float()
@@ -195,7 +196,7 @@ class RowCodec:
                 covariance = (n * sum_cx - sum_c * sum_x).float()
                 energy = (n * sum_cc - sum_c * sum_c).float()
                 S = covariance / energy.clamp_min(1.0)
-                LO = (total - S * sum_c.float()) / n
+                LO = parameters.divide(total - S * sum_c.float(), n)
         explained = (covariance * covariance) / energy.clamp_min(1.0)
         best = explained.argmax(-1, keepdim=True).expand(-1, 4).unsqueeze(1)
         S, LO, covariance, energy = (
@@ -221,8 +222,13 @@ def _fit_constants(levels: int, symmetric: bool, device: str) -> _FitConstants:
     return _FitConstants(
         starts * OPTIMAL_SCALE[levels],
         k - levels / 2 if symmetric else k - 0.5,
-        torch.stack([of_count, of_sum], 1).flatten(0, 1),
+        torch.stack([of_count, of_sum], 1).flatten(0, 1).double(),
     )
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded fp32 square root: torch's own is one unit off here and there on CPUs."""
+    return torch.sqrt(x.double()).float()
 
 
 def _quarter_power(x: Tensor, power: float) -> Tensor:
@@ -231,8 +237,8 @@ def _quarter_power(x: Tensor, power: float) -> Tensor:
         return torch.ones_like(x)
     if power == 1:
         return x
-    root = torch.sqrt(x)
+    root = _sqrt(x)
     if power == 0.5:
         return root
-    quarter = torch.sqrt(root)
+    quarter = _sqrt(root)
     return quarter if power == 0.25 else root * quarter

@@ -31,6 +31,13 @@ def power_below(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. (On CUDA, torch multiplies by the reciprocal of a plain number.)"""
+    if x.device.type == "cpu":
+        return x / number
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 @lru_cache(maxsize=8)
 def log_grid(device: str) -> tuple[Tensor, Tensor]:
     """2^(n/16) for n = 0 .. 255, and the 255 bounds 2^((n + 1/2)/16) between them, as fp32.
@@ -55,12 +62,12 @@ def store(
     values, bounds = log_grid(str(s.device))
     step = (levels - 1) / 96
     if parameter_format == "log8":  # an offset beyond 127 steps needs a larger scale to be held
-        s = torch.maximum(s, lo.abs() / (127 * step))
+        s = torch.maximum(s, divide(lo.abs(), 127 * step))
     index = torch.bucketize(s / base, bounds, right=True)
     n, s = index.to(torch.uint8), values[index] * base
     if parameter_format == "log8-symmetric":
         return n, s, s * (-(levels - 1) / 2)
-    z = torch.round(lo / s / step).clamp(-127, 127)
+    z = torch.round(divide(lo / s, step)).clamp(-127, 127)
     packed = torch.stack([n, z.to(torch.int8).view(torch.uint8)], -1).flatten(-2)
     return packed, s, s * (z * step)
 

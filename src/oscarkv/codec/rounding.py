@@ -1,7 +1,7 @@
 """Metric rounding: choose key codes for the error that queries will see, not for the row's own.
 
-Coordinate descent on (x - xhat) M (x - xhat)^T over the codes, one channel after the other, with
-the parameters refitted after every sweep. Only encode time grows; readers notice nothing.
+Coordinate descent on (x - xhat) M (x - xhat)^T over the codes, one channel after the other, under
+the parameters already stored. Only encode time grows; readers notice nothing.
 """
 
 from __future__ import annotations

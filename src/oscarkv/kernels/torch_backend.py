@@ -198,7 +198,7 @@ class TorchBackend:
         oldest = layer.sink
         if layer.sliding_window is not None:
             oldest = max(oldest, t0 - layer.sliding_window + 1)
-        history = []
+        history: list[tuple[Tensor, Tensor | None]] = []
         for pages, positions in _history_blocks(plan, index, oldest, newest, layer):
             mask = _reads_history(queries, positions, layer, None if plan.strict else begin)
             history.append((layer.history[pages][None], mask[None, None, None]))
@@ -367,6 +367,7 @@ def _attend(
     result = weights[0] @ values
     if history:
         packed = sum(block.read(p) for block, p in zip(blocks, weights[1:], strict=True))
+        assert isinstance(packed, Tensor)
         share = sum(p.sum(-1, keepdim=True) for p in weights[1:])
         transforms = layer.transforms
         if transforms.value_inverse is not None:
@@ -457,6 +458,8 @@ def encode_tokens(k: Tensor, v: Tensor, layer: LayerCache) -> tuple[Tensor, Tens
     rows = torch.stack([k, v]).double().transpose(1, 2)  # [2, H, n, d]
     rows = ((rows - means) @ matrices).float()
     key_codec, value_codec = layer.key_codec, layer.value_codec
+    codes: Tensor | list[Tensor]
+    stored: Tensor | list[Tensor]
     if key_codec.shares_grid(value_codec):
         codes, stored = key_codec.encode_with(value_codec, rows[0], rows[1], base[..., None])
     else:
