@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oscarkv.codec import parameters
+from oscarkv.codec.rounding import metric_round
 from oscarkv.recipe import Recipe
 
 #: Starting scales of the fit, in units of the row's standard deviation, by number of levels:
@@ -61,12 +62,19 @@ class RowCodec:
     def symmetric(self) -> bool:
         return self.parameter_format == "log8-symmetric"
 
-    def encode(self, rows: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, rows: Tensor, base: Tensor, metric: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """fp32 rows [..., d], base = 2^e0 broadcasting against [...] -> codes, parameters (uint8).
 
-        Codes are [..., d] in channel order, parameters [..., G pb] as stored.
+        Codes are [..., d] in channel order, parameters [..., G pb] as stored. With a metric
+        [H, d, d], rows are [H, n, d] and codes are improved by coordinate descent under it.
         """
-        return self._encode(rows, base, lambda ratio: _quarter_power(ratio, self.gain))
+        stored, s, lo = self._fit(rows, base, lambda ratio: _quarter_power(ratio, self.gain))
+        codes = self._codes(rows, s, lo)
+        if metric is not None:
+            codes = metric_round(rows, codes, s, lo, metric, self.levels)
+        return codes, stored
 
     def encode_with(
         self, values: RowCodec, key_rows: Tensor, value_rows: Tensor, base: Tensor
@@ -82,28 +90,34 @@ class RowCodec:
                 [_quarter_power(ratio[0], self.gain), _quarter_power(ratio[1], values.gain)]
             )
 
-        return self._encode(torch.stack([key_rows, value_rows]), base, gains)
+        rows = torch.stack([key_rows, value_rows])
+        stored, s, lo = self._fit(rows, base, gains)
+        return self._codes(rows, s, lo), stored
 
     def shares_grid(self, other: RowCodec) -> bool:
         return replace(self, gain=0.0) == replace(other, gain=0.0) and self.clip == other.clip
 
-    def _encode(
+    def _fit(
         self, rows: Tensor, base: Tensor, gain_of: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Stored parameters, and the grid s, lo [..., G] that the codes are taken on."""
         x = rows.unflatten(-1, (self.groups, -1))
         base = base.unsqueeze(-1)
         if self.fit == "minmax":
             s, lo = self._fit_minmax(rows, x)
-            stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, base)
-        else:
-            s, lo, gain, center = self._fit_least_squares(x, gain_of)
-            stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, base)
-            # The codes are those of the grid before the gain stretched it. (Dividing by a gain
-            # of one changes nothing: the offset is then within one rounding of the stored one.)
-            s = s / gain
-            lo = s * (-(self.levels - 1) / 2) if self.symmetric else (lo - center) / gain + center
+            return parameters.store(s, lo, self.parameter_format, self.levels, base)
+        s, lo, gain, center = self._fit_least_squares(x, gain_of)
+        stored, s, lo = parameters.store(s, lo, self.parameter_format, self.levels, base)
+        # The codes are those of the grid before the gain stretched it. (Dividing by a gain
+        # of one changes nothing: the offset is then within one rounding of the stored one.)
+        s = s / gain
+        lo = s * (-(self.levels - 1) / 2) if self.symmetric else (lo - center) / gain + center
+        return stored, s, lo
+
+    def _codes(self, rows: Tensor, s: Tensor, lo: Tensor) -> Tensor:
+        x = rows.unflatten(-1, (self.groups, -1))
         codes = torch.floor((x - lo[..., None]) / s[..., None] + 0.5).clamp(0, self.levels - 1)
-        return codes.to(torch.uint8).flatten(-2), stored
+        return codes.to(torch.uint8).flatten(-2)
 
     def decode(self, codes: Tensor, stored: Tensor, base: Tensor) -> Tensor:
         """Codes uint8 [..., d] and parameters [..., G pb] -> fp32 rows [..., d]."""

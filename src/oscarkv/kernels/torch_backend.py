@@ -18,7 +18,6 @@ from torch import Tensor
 
 from oscarkv.codec import parameters
 from oscarkv.codec.layout import PAGE_QUANTUM
-from oscarkv.codec.rounding import metric_round
 from oscarkv.errors import CacheError
 from oscarkv.kernels.interface import LayerCache
 
@@ -458,24 +457,17 @@ def encode_tokens(k: Tensor, v: Tensor, layer: LayerCache) -> tuple[Tensor, Tens
     rows = torch.stack([k, v]).double().transpose(1, 2)  # [2, H, n, d]
     rows = ((rows - means) @ matrices).float()
     key_codec, value_codec = layer.key_codec, layer.value_codec
-    codes: Tensor | list[Tensor]
-    stored: Tensor | list[Tensor]
-    if key_codec.shares_grid(value_codec):
-        codes, stored = key_codec.encode_with(value_codec, rows[0], rows[1], base[..., None])
-    else:
-        sides = [(key_codec, rows[0], base[0]), (value_codec, rows[1], base[1])]
-        encoded = [codec.encode(x, b[:, None]) for codec, x, b in sides]
-        codes, stored = ([pair[i] for pair in encoded] for i in (0, 1))
-    k_codes, v_codes = codes[0], codes[1]
     metric = layer.transforms.metric
-    if metric is not None:
-        k_codes = metric_round(rows[0], k_codes, stored[0], metric, key_codec, base[0, :, None])
-    elif isinstance(codes, Tensor):  # encoded together: pack together
+    if metric is None and key_codec.shares_grid(value_codec):
+        codes, stored = key_codec.encode_with(value_codec, rows[0], rows[1], base[..., None])
         k_packed, v_packed = layout.key_row.pack(codes.transpose(1, 2)).unbind(0)
-        return k_packed, v_packed, stored[0].transpose(0, 1), stored[1].transpose(0, 1)
-    k_packed = layout.key_row.pack(k_codes.transpose(0, 1))
-    v_packed = layout.value_row.pack(v_codes.transpose(0, 1))
-    return k_packed, v_packed, stored[0].transpose(0, 1), stored[1].transpose(0, 1)
+        k_stored, v_stored = stored.unbind(0)
+    else:
+        k_codes, k_stored = key_codec.encode(rows[0], base[0, :, None], metric)
+        v_codes, v_stored = value_codec.encode(rows[1], base[1, :, None])
+        k_packed = layout.key_row.pack(k_codes.transpose(0, 1))
+        v_packed = layout.value_row.pack(v_codes.transpose(0, 1))
+    return k_packed, v_packed, k_stored.transpose(0, 1), v_stored.transpose(0, 1)
 
 
 def _bases(layer: LayerCache) -> Tensor:
