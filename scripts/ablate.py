@@ -42,7 +42,7 @@ VARIANTS: dict[str, tuple[Recipe, Any, int]] = {
     "positions averaged evenly": (BALANCED, evenly, 30000),
     "half of them at the start": (BALANCED, half_at_start, 30000),
     "positions not averaged": (BALANCED.replace(average_positions=False), None, 30000),
-    "100,000 calibration tokens": (BALANCED, None, 100000),
+    "100k calibration tokens": (BALANCED, None, 100000),
     "Hadamard instead of balanced": (BALANCED.replace(key_transform="hadamard"), None, 30000),
     "metric rounding": (BALANCED.replace(metric_rounding=True), None, 30000),
     "without the unbiasing gain": (BALANCED.replace(key_gain=0.0, value_gain=0.0), None, 30000),
