@@ -14,6 +14,8 @@ from oscarkv.recipe import Recipe
 FORMAT_VERSION = 1
 #: Largest entry of A A^-1 - I that a file may have; fp32 inverses of sane transforms have 1e-5.
 INVERSE_TOLERANCE = 1e-3
+#: Exponents e0 with which every 8-bit scale 2^(e0 + n/16), n < 256, is a normal fp32 number.
+EXPONENTS = range(-126, 112)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class Artifact:
             "metric": (heads, dim, dim),
         }
         integers = ("exponents", "fallback")
+        if not self.layers:
+            raise ArtifactError("no layer has transforms")
         for index, layer in self.layers.items():
             if not 0 <= index < self.model.layers:
                 raise ArtifactError(f"layer {index} of a model with {self.model.layers} layers")
@@ -116,6 +120,11 @@ class Artifact:
                     raise ArtifactError(f"{where} is {tensor.dtype}, expected {expected}")
                 if name not in ("errors", *integers) and not bool(torch.isfinite(tensor).all()):
                     raise ArtifactError(f"{where} has NaN or infinite entries")
+            low, high = (int(x) for x in layer.exponents.aminmax())
+            if low not in EXPONENTS or high not in EXPONENTS:
+                raise ArtifactError(f"layer {index}: exponents {low} to {high} are out of range")
+            if self.recipe.metric_rounding and layer.metric is None:
+                raise ArtifactError(f"layer {index}: the recipe rounds by a metric, but has none")
             _require_inverse(layer.key, layer.query.mT, f"layer {index}: key transform")
             _require_inverse(layer.value, layer.value_inverse, f"layer {index}: value transform")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,18 +26,17 @@ HEADER_KEY = "oscarkv"
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Have `write` fill a temporary file beside `path`, then move it there in one step."""
     path = Path(path)
-    handle, name = -1, ""
+    # Not mkstemp: its files are for their owner alone, and an artifact is to be shared.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-        write(Path(name))
-        os.replace(name, path)
+        write(part)
+        os.replace(part, path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise OscarError(f"cannot write {path}: {reason}; nothing was changed there") from None
     finally:
-        if name and os.path.exists(name):
-            os.unlink(name)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def save_artifact(artifact: Artifact, path: str | Path) -> None:
@@ -69,8 +69,8 @@ def load_artifact(path: str | Path) -> Artifact:
         raise ArtifactError(f"{path} does not exist; make one with: oscarkv calibrate")
     if path.is_dir():
         raise ArtifactError(f"{path} is a directory, not an artifact file")
-    _refuse_pickles(path)
     try:
+        _refuse_pickles(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -81,10 +81,10 @@ def load_artifact(path: str | Path) -> Artifact:
         ) from None
     try:
         return _parse(metadata, tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{path}: damaged header: {error!r}") from None
     except OscarError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise ArtifactError(f"{path}: {error}") from None
 
 
 def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
@@ -109,11 +109,11 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
             raise ArtifactError(f"tensor {name!r} of a layer the header does not list")
         by_layer[int(index)][part] = tensor
     layers = {}
-    for index, parts in by_layer.items():
+    for layer, parts in by_layer.items():
         missing = sorted(fields - {"metric"} - set(parts))
         if missing:
-            raise ArtifactError(f"layer {index}: missing {', '.join(missing)}")
-        layers[index] = LayerTransforms(**parts)
+            raise ArtifactError(f"layer {layer}: missing {', '.join(missing)}")
+        layers[layer] = LayerTransforms(**parts)
     return Artifact(
         ModelIdentity(**header["model"]),
         Recipe().replace(**header["recipe"]),

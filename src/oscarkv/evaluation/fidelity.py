@@ -22,6 +22,7 @@ from oscarkv.artifact.files import write_atomically
 from oscarkv.errors import OscarError
 from oscarkv.integrations.transformers.attention import attention_implementation
 from oscarkv.integrations.transformers.cache import OscarCache
+from oscarkv.integrations.transformers.geometry import describe
 from oscarkv.integrations.transformers.text import cut_sequences, text_sha256
 
 FORMAT = "oscarkv-fidelity-1"
@@ -63,8 +64,12 @@ class Fidelity:
     format: str = FORMAT
 
     def save(self, path: str | Path) -> None:
-        text = json.dumps(asdict(self), indent=2, allow_nan=True) + "\n"
-        write_atomically(Path(path), lambda part: part.write_text(text) and None)
+        text = json.dumps(_no_nan(asdict(self)), indent=2, allow_nan=False) + "\n"
+
+        def write(part: Path) -> None:
+            part.write_text(text, encoding="utf-8")
+
+        write_atomically(Path(path), write)
 
 
 @dataclass
@@ -118,7 +123,7 @@ def measure_fidelity(
     for name, result in results.items():
         _summarise(result, scores[name])
     return Fidelity(
-        model=str(model.config.name_or_path),
+        model=describe(model).identity.name,
         text_sha256=text_sha256(texts),
         length=length,
         windows=len(sequences),
@@ -161,8 +166,11 @@ def _hidden_states(model: Any, sequence: Tensor, cache: OscarCache | None, stric
 
 
 def _log_probabilities(model: Any, hidden: Tensor) -> Tensor:
+    config = model.config.get_text_config()
     logits = model.get_output_embeddings()(hidden).float()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)
     if cap:
         logits = cap * torch.tanh(logits / cap)
     return torch.log_softmax(logits, -1)
@@ -206,6 +214,15 @@ def _mean_and_error(windows: Sequence[Tensor]) -> tuple[float, float]:
     means = torch.stack([part.mean() for part in parts])
     error = means.std() / len(means) ** 0.5 if len(means) > 1 else torch.tensor(math.nan)
     return float(torch.cat(list(windows)).mean()), float(error)
+
+
+def _no_nan(value: Any) -> Any:
+    """JSON has no NaN: what is unknown becomes null."""
+    if isinstance(value, dict):
+        return {key: _no_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_no_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _LayerErrors:

@@ -14,6 +14,8 @@ from oscarkv.integrations.transformers.attention import route
 from oscarkv.integrations.transformers.geometry import attention_modules, describe
 
 _STATE = "_oscarkv_attachment"
+#: Set on the attention modules whose values are folded.
+FOLDED = "_oscarkv_folded"
 
 
 class Attachment:
@@ -21,7 +23,7 @@ class Attachment:
 
     def __init__(self, model: Any, artifact: Artifact, previous: str) -> None:
         self.model, self.artifact, self.previous = model, artifact, previous
-        self._originals: dict[nn.Linear, tuple[Tensor, Tensor | None]] = {}
+        self._originals: dict[nn.Linear, tuple[Tensor, nn.Parameter | None]] = {}
 
     @property
     def folded(self) -> bool:
@@ -32,14 +34,14 @@ class Attachment:
         and the cache need not transform them. Changes rounding; `detach` undoes it exactly."""
         modules = attention_modules(self.model)
         pairs = {}
-        for index, layer in self.artifact.layers.items():
+        for index in self.artifact.layers:
             pairs[index] = (
                 _plain_linear(modules[index], "v_proj", index),
                 _plain_linear(modules[index], "o_proj", index),
             )
-            del layer
         for index, (v_proj, o_proj) in pairs.items():
             self._fold(v_proj, o_proj, index)
+            setattr(modules[index], FOLDED, True)
 
     def _fold(self, v_proj: nn.Linear, o_proj: nn.Linear, index: int) -> None:
         layer, identity = self.artifact.layers[index], self.artifact.model
@@ -49,8 +51,7 @@ class Attachment:
         value, inverse = layer.value.double().to(device), layer.value_inverse.double().to(device)
         mean = layer.value_mean.double().to(device)
         for linear in (v_proj, o_proj):
-            bias = None if linear.bias is None else linear.bias.data.clone()
-            self._originals[linear] = (linear.weight.data.clone(), bias)
+            self._originals[linear] = (linear.weight.data, linear.bias)
 
         weight = v_proj.weight.data.double().unflatten(0, (heads, dim))  # rows are channels of v
         folded = torch.einsum("hde,hdi->hei", value, weight).flatten(0, 1)
@@ -71,8 +72,11 @@ class Attachment:
         """Put the model back as it was."""
         for linear, (weight, bias) in self._originals.items():
             linear.weight.data = weight
-            linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            linear.register_parameter("bias", bias)
         self._originals.clear()
+        for module in attention_modules(self.model).values():
+            if hasattr(module, FOLDED):
+                delattr(module, FOLDED)
         self.model.set_attn_implementation(self.previous)
         if hasattr(self.model, _STATE):
             delattr(self.model, _STATE)
@@ -94,12 +98,14 @@ def attach(model: Any, artifact: Artifact | str | Path, fold_values: bool = Fals
         if fold_values and not present.folded:
             present.fold_values()
         return present
-    if present is not None and present.folded:
-        raise UnsupportedModelError(
-            "this model has another artifact's values folded into its weights; call detach() on "
-            "that attachment first"
-        )
     artifact.model.require_match(describe(model).identity)
+    if present is not None and present.folded:
+        if not _same_values(present.artifact, artifact):
+            raise UnsupportedModelError(
+                "this model has another artifact's values folded into its weights; call detach() "
+                "on that attachment first"
+            )
+        return present
     previous = present.previous if present else model.config._attn_implementation
     attachment = Attachment(model, artifact, previous)
     if fold_values:
@@ -112,6 +118,17 @@ def attach(model: Any, artifact: Artifact | str | Path, fold_values: bool = Fals
 def values_are_folded(model: Any) -> bool:
     present: Attachment | None = getattr(model, _STATE, None)
     return present is not None and present.folded
+
+
+def _same_values(one: Artifact, other: Artifact) -> bool:
+    """Whether two artifacts fold the same into the weights, such as one file read twice."""
+    if one.layers.keys() != other.layers.keys():
+        return False
+    return all(
+        torch.equal(layer.value, other.layers[index].value)
+        and torch.equal(layer.value_mean, other.layers[index].value_mean)
+        for index, layer in one.layers.items()
+    )
 
 
 def _plain_linear(module: nn.Module, name: str, index: int) -> nn.Linear:

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from oscarkv.errors import UnsupportedModelError
+from oscarkv.errors import CacheError, UnsupportedModelError
 
 NAME = "oscarkv"
 #: Called with (module, q, k, v, output, scale, kwargs) by every plain attention call.
@@ -26,16 +26,30 @@ _observers: list[Observer] = []
 class LazyMask:
     """A mask that is built only if someone needs it: an OscarCache knows causality by itself."""
 
+    ndim = 4  # to Transformers, it is a ready mask [batch, 1, queries, keys]
+
     def __init__(self, **arguments: Any) -> None:
         self.padding: Tensor | None = arguments.get("attention_mask")
         self._arguments = arguments
-        self._mask: Tensor | None = None
-        self._built = False
+        self._masks: dict[int, Tensor | None] = {}
 
-    def dense(self) -> Tensor | None:
-        if not self._built:
-            self._mask, self._built = sdpa_mask(**self._arguments), True
-        return self._mask
+    def dense(self, keys: int) -> Tensor | None:
+        """The mask over the last `keys` keys: layers of one kind share a mask, but a packed one
+        shows all its keys where a stock sliding one shows its window."""
+        if keys not in self._masks:
+            arguments = dict(self._arguments)
+            if keys != arguments["kv_length"]:
+                end = arguments["q_offset"] + arguments["q_length"]
+                arguments |= {"kv_length": keys, "kv_offset": end - keys}
+            self._masks[keys] = sdpa_mask(**arguments)
+        return self._masks[keys]
+
+
+def make_mask(**arguments: Any) -> LazyMask:
+    """Transformers' mask interface. generate() makes masks for static caches itself, and hands
+    them to the model, which asks again."""
+    mask = arguments.get("attention_mask")
+    return mask if isinstance(mask, LazyMask) else LazyMask(**arguments)
 
 
 class AttentionHandle:
@@ -45,6 +59,13 @@ class AttentionHandle:
         self, module: nn.Module, query: Tensor, mask: LazyMask | Tensor | None, **arguments: Any
     ) -> Tensor:
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        # Another attention function took this for keys.
+        raise CacheError(
+            "this model's attention no longer goes through oscarkv (it was detached, or given "
+            "another attn_implementation); make a new OscarCache, which attaches it again"
+        )
 
 
 def attention(
@@ -59,10 +80,16 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: query [B, H, n, d] -> output [B, n, H, d]."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has learned attention sinks, which are not supported yet"
+        )
     if isinstance(key, AttentionHandle):
         return key.attend(module, query, attention_mask, scaling=scale, **kwargs), None
     assert not isinstance(value, AttentionHandle)
-    output = plain_attention(module, query, key, value, attention_mask, scale, **kwargs)
+    output = plain_attention(
+        module, query, key, value, attention_mask, scale, dropout=dropout, **kwargs
+    )
     for observer in _observers:
         observer(module, query, key, value, output, scale, kwargs)
     return output, None
@@ -83,9 +110,9 @@ def plain_attention(
             f"{type(module).__name__} caps its logits, which SDPA cannot do; such models are not "
             "supported in Transformers yet"
         )
-    dense = mask.dense() if isinstance(mask, LazyMask) else mask
+    dense = mask.dense(key.shape[2]) if isinstance(mask, LazyMask) else mask
     output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scale, **kwargs)
-    return output  # type: ignore[no-any-return]
+    return output
 
 
 @contextmanager
@@ -112,6 +139,11 @@ def attention_implementation(model: Any) -> Iterator[None]:
 
 def route(model: Any) -> None:
     """Route a model's attention through this module."""
+    if not getattr(model, "_supports_sdpa", True):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes attention in a way of its own (Transformers offers "
+            "no SDPA for it); it is not supported"
+        )
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
@@ -121,4 +153,4 @@ def route(model: Any) -> None:
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, LazyMask)
+AttentionMaskInterface.register(NAME, make_mask)

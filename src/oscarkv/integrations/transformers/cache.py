@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from oscarkv.artifact import Artifact, LayerTransforms, load_artifact
 from oscarkv.cache import PagedCache, Step
 from oscarkv.codec import PageLayout, RowCodec
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import CacheError
-from oscarkv.integrations.transformers.attach import attach, values_are_folded
+from oscarkv.integrations.transformers.attach import FOLDED, attach, values_are_folded
 from oscarkv.integrations.transformers.attention import AttentionHandle, LazyMask, plain_attention
 from oscarkv.kernels import LayerCache, Transforms, get_backend
 from oscarkv.recipe import Recipe
@@ -93,16 +93,13 @@ class OscarCache(Cache):  # type: ignore[misc]
     def step(self, layer: OscarLayer, batch: int, new: int, padding: Tensor | None) -> Step:
         """The step's pages; the first layer to ask makes them."""
         if layer.seen - new == self._length:
-            if not self._padding:
-                self._padding = _left_padding(padding, batch, self._length + new)
-                self.pages.add(batch)
-            if len(self._padding) != batch:
-                raise CacheError(
-                    f"the cache holds {len(self._padding)} sequences, this batch has {batch}; "
-                    "use a new OscarCache for another batch"
-                )
-            counts = [min(new, max(0, layer.seen - pad)) for pad in self._padding]
-            self._step = self.pages.append(counts)
+            try:
+                self._take_padding(batch, new, padding)
+                counts = [min(new, max(0, layer.seen - pad)) for pad in self._padding]
+                self._step = self.pages.append(counts)
+            except CacheError:
+                layer.seen = self._length  # nothing was taken in: the cache can be used on
+                raise
             self._length = layer.seen
             step = self._step
             self.backend.plan(
@@ -112,8 +109,38 @@ class OscarCache(Cache):  # type: ignore[misc]
                 step.window_table,
                 self.strict,
             )
-        assert self._step is not None
+        if self._step is None or layer.seen != self._length:
+            raise CacheError(
+                "an earlier pass through the model was broken off, and its layers hold different "
+                "tokens; reset() the cache or make a new one"
+            )
         return self._step
+
+    def _take_padding(self, batch: int, new: int, mask: Tensor | None) -> None:
+        """Learn each sequence's padding from the attention mask; refuse what changed since."""
+        if self._padding and len(self._padding) != batch:
+            raise CacheError(
+                f"the cache holds {len(self._padding)} sequences, this batch has {batch}; "
+                "use a new OscarCache for another batch"
+            )
+        begun = [pad < self._length for pad in self._padding]
+        if new == 1 and all(begun) and begun:
+            return  # generate() only ever appends ones
+        if mask is None and any(self._padding):
+            raise CacheError(
+                "the cache holds a padded batch, but there is no attention mask; pass the mask of "
+                "all tokens so far"
+            )
+        padding = _left_padding(mask, batch, self._length + new)
+        for index, started in enumerate(begun):
+            if started and padding[index] != self._padding[index]:
+                raise CacheError(
+                    f"the attention mask pads sequence {index} by {padding[index]} tokens, it was "
+                    f"{self._padding[index]} before; use a new OscarCache for another batch"
+                )
+        if not self._padding:
+            self.pages.add(batch)
+        self._padding = padding
 
     @property
     def padding(self) -> list[int]:
@@ -132,25 +159,28 @@ class OscarCache(Cache):  # type: ignore[misc]
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
         self._select(indices.tolist())
         for layer in self._stock_layers():
             layer.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -n tokens from the end (or, as Transformers did once, keep the first n)."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding hands over a tensor
         if tokens_to_remove > 0:
             length = min(tokens_to_remove, self._length)
         else:
             length = self._length + tokens_to_remove
         if length < 0:
             raise CacheError(f"cannot remove {-tokens_to_remove} of {self._length} tokens")
+        for layer in self._stock_layers():  # first: they may refuse
+            layer.crop(tokens_to_remove)
         for index, pad in enumerate(self._padding):
             self.pages.truncate(index, max(0, length - pad))
         self._length = length
         for layer in self._packed:
             layer.seen = length
-        for layer in self._stock_layers():
-            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything; the cache can take another batch."""
@@ -160,6 +190,9 @@ class OscarCache(Cache):  # type: ignore[misc]
             layer.seen = 0
         for layer in self._stock_layers():
             layer.reset()
+            if isinstance(layer, DynamicLayer):  # reset() only zeroes them, at their old length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
 
     def _select(self, indices: list[int]) -> None:
         self.pages.reorder(indices)
@@ -172,11 +205,7 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     def nbytes(self) -> int:
         """Bytes held for keys and values: packed pages, exact windows, tables, stock layers."""
-        stock = 0
-        for layer in self._stock_layers():
-            for tensor in (layer.keys, layer.values):
-                stock += 0 if tensor is None else tensor.nbytes
-        return self.pages.nbytes() + stock
+        return self.pages.nbytes() + sum(_held(layer) for layer in self._stock_layers())
 
     def bits_per_element(self, window_bytes: int | None = None) -> float:
         """Bits actually held per cached element of the packed layers, slack and tables included.
@@ -237,6 +266,18 @@ class _Handle(AttentionHandle):
         layer, cache = self.layer, self.layer.cache
         batch, _, new, _ = query.shape
         store = layer.store
+        if isinstance(mask, Tensor):
+            layer.seen -= new
+            raise CacheError(
+                "OscarCache is causal and takes 2D attention masks [batch, tokens] only, not a "
+                f"ready mask of shape {list(mask.shape)}"
+            )
+        if getattr(module, FOLDED, False) != (store.transforms.value is None):
+            layer.seen -= new
+            raise CacheError(
+                "values were folded into the model's weights, or unfolded, after this cache was "
+                "made; make a new OscarCache"
+            )
         store.scale = arguments.pop("scaling")
         store.soft_cap = arguments.get("softcap")
         padding = mask.padding if isinstance(mask, LazyMask) else None
@@ -313,6 +354,11 @@ def _left_padding(padding: Tensor | None, batch: int, length: int) -> list[int]:
     """Padding tokens before each sequence, from the 2D attention mask."""
     if padding is None:
         return [0] * batch
+    if padding.shape[1] < length:
+        raise CacheError(
+            f"the attention mask covers {padding.shape[1]} tokens, but the cache and the input "
+            f"have {length}; pass the mask of all tokens so far"
+        )
     padding = padding[:, :length]
     pads = (padding.int().cumsum(1) == 0).sum(1)
     if not bool((padding.sum(1) + pads == length).all()):
@@ -321,6 +367,14 @@ def _left_padding(padding: Tensor | None, batch: int, length: int) -> list[int]:
             "batches padded on the left: tokenizer.padding_side = 'left'"
         )
     return [int(pad) for pad in pads]
+
+
+def _held(layer: CacheLayerMixin) -> int:
+    """Bytes of a stock layer; a sliding one may show a window of more than that."""
+    held: list[Any] = []
+    for value in vars(layer).values():
+        held += value.values() if isinstance(value, dict) else [value]
+    return sum(x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor))
 
 
 def _tokens(x: Tensor, padding: list[int], seen: int) -> Tensor:

@@ -170,7 +170,7 @@ def position_offsets(length: int, target_length: int) -> Tensor:
 
     Short contexts are as likely as long ones (equal weight for each ratio of lengths), so near
     positions count more than far ones: averaging evenly up to the target costs short contexts a
-    quarter of their accuracy.
+    third of their accuracy (docs/benchmarks.md).
     """
     ratio = target_length / length
     steps = torch.linspace(0, 1, CONTEXT_LENGTHS, dtype=torch.float64)

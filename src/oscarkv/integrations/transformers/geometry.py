@@ -15,6 +15,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from oscarkv.artifact import ModelIdentity
 from oscarkv.errors import UnsupportedModelError
+from oscarkv.integrations.transformers.attention import attention_implementation, observing
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -34,7 +35,8 @@ class ModelGeometry:
                 f"cannot skip layer {outside[0]}: {self.identity.name} has layers 0 to "
                 f"{len(self.layer_types) - 1}"
             )
-        chosen, refused = [], []
+        chosen: list[int] = []
+        refused: list[int] = []
         for index, kind in enumerate(self.layer_types):
             if index in skip_layers or (kind == SLIDING and not quantize_sliding):
                 continue
@@ -47,9 +49,11 @@ class ModelGeometry:
                 "and values to quantise; leave them in full precision with --skip-unsupported"
             )
         if not chosen:
+            hint = "; quantise sliding windows with --quantize-sliding"
             raise UnsupportedModelError(
                 f"{self.identity.name}: no layer is left to quantise (layer types: "
                 f"{', '.join(sorted(set(self.layer_types)))})"
+                + (hint if SLIDING in self.layer_types and not quantize_sliding else "")
             )
         return chosen
 
@@ -98,7 +102,7 @@ def fingerprint(model: nn.Module) -> str:
         sample = flat[:: max(1, flat.numel() // count)][:count]
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
 
-    take(model.get_input_embeddings().weight, 4096)  # type: ignore[operator,union-attr]
+    take(model.get_input_embeddings().weight, 4096)  # type: ignore[operator]
     for parameter_name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1 and parameter_name.endswith("norm.weight"):
             take(parameter, 64)
@@ -133,6 +137,8 @@ def rope_turns(model: Any, layer: int, head_dim: int, offsets: Tensor) -> Tensor
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         arguments["layer_type"] = getattr(module, "layer_type", FULL)
     cos, sin = rotary(probe, **arguments)
+    if not _turns_keys(model, module, cos, sin):
+        return None
     scaling = cos[0, 0].abs().max().clamp_min(1e-6)  # YaRN stretches as it turns
     cos, sin = cos.double() / scaling, sin.double() / scaling
 
@@ -151,3 +157,20 @@ def rope_turns(model: Any, layer: int, head_dim: int, offsets: Tensor) -> Tensor
     if offsets[0] == 0 and not torch.allclose(turns[0], torch.eye(head_dim).to(turns), atol=1e-6):
         return None
     return turns
+
+
+def _turns_keys(model: Any, module: nn.Module, cos: Tensor, sin: Tensor) -> bool:
+    """Whether a layer's keys depend on their position: some models have layers without RoPE."""
+    parameter = next(module.parameters())
+    width = model.config.get_text_config(decoder=True).hidden_size
+    hidden = torch.ones(1, 1, width, dtype=parameter.dtype, device=parameter.device)
+    keys: list[Tensor] = []
+
+    def observe(_module: nn.Module, _query: Tensor, key: Tensor, *_rest: Any) -> None:
+        keys.append(key)
+
+    with attention_implementation(model), observing(observe), torch.no_grad():
+        for index in (0, -1):
+            at = tuple(x[:, index, None].to(parameter.dtype) for x in (cos, sin))
+            module(hidden, position_embeddings=at, attention_mask=None)
+    return not torch.equal(*keys)
