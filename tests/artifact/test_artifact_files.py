@@ -26,7 +26,8 @@ from oscarkv.linalg import hadamard
 from oscarkv.recipe import Recipe
 
 HEADS, DIM = 2, 16
-MODEL = ModelIdentity("tiny", "LlamaForCausalLM", 4, 4, HEADS, DIM, 1024, "{}", "abc")
+WEIGHTS = "803f0040c0bf"  # 1, 2, -1.5 in bfloat16
+MODEL = ModelIdentity("tiny", "LlamaForCausalLM", 4, 4, HEADS, DIM, 1024, "{}", WEIGHTS)
 
 
 def layer(seed: int, metric: bool = False) -> LayerTransforms:
@@ -242,8 +243,23 @@ def test_other_geometry(field: str) -> None:
 def test_other_weights() -> None:
     MODEL.require_match(dataclasses.replace(MODEL, name="elsewhere", context=2048))
     MODEL.require_match(dataclasses.replace(MODEL, fingerprint=""))
-    with pytest.raises(ModelMismatchError, match="other weights"):
-        MODEL.require_match(dataclasses.replace(MODEL, fingerprint="def"))
+    rounded = "813f0040c0bf"  # the first one a unit in the last place off: another precision
+    MODEL.require_match(dataclasses.replace(MODEL, fingerprint=rounded))
+    for other in ("843f0040c0bf", "803f0040c03f", "803f0040", "not hex!!!!!"):
+        with pytest.raises(ModelMismatchError, match="has others"):
+            MODEL.require_match(dataclasses.replace(MODEL, fingerprint=other))
+
+
+def test_header_lengths_that_look_like_a_pickle(tmp_path: Path) -> None:
+    """The first bytes of a safetensors file are a length, and may be any."""
+    for text in ("x" * n for n in range(256)):
+        path = tmp_path / "a.safetensors"
+        save_artifact(Artifact(MODEL, Recipe(), {0: layer(0)}, {"text": text}), path)
+        if path.read_bytes()[:1] == b"\x80":
+            break
+    else:
+        pytest.fail("no header length ended in 0x80")
+    assert load_artifact(path).calibration == {"text": text}
 
 
 # -- writing -------------------------------------------------------------------------------------

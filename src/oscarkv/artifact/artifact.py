@@ -30,7 +30,7 @@ class ModelIdentity:
     head_dim: int
     context: int
     rope: str  # JSON of the RoPE parameters
-    fingerprint: str  # hash of a sample of the weights; empty: unknown
+    fingerprint: str  # a sample of the weights, bfloat16 in hex; empty: unknown
 
     def require_match(self, model: ModelIdentity) -> None:
         """Refuse to be used with another model, naming the first thing that differs."""
@@ -41,12 +41,28 @@ class ModelIdentity:
                     f"this artifact was calibrated for {self.name} ({what} {mine}), but the model "
                     f"{model.name} has {what} {theirs}; calibrate that model: oscarkv calibrate"
                 )
-        if self.fingerprint and model.fingerprint and self.fingerprint != model.fingerprint:
+        if not same_weights(self.fingerprint, model.fingerprint):
             raise ModelMismatchError(
-                f"this artifact was calibrated for other weights ({self.name}, fingerprint "
-                f"{self.fingerprint[:12]}) than those of {model.name} "
-                f"({model.fingerprint[:12]}); calibrate these weights: oscarkv calibrate"
+                f"this artifact was calibrated for the weights of {self.name}, and {model.name} "
+                "has others (fine-tuned, or another model of the same shape); calibrate these: "
+                "oscarkv calibrate"
             )
+
+
+def same_weights(mine: str, theirs: str) -> bool:
+    """Whether two fingerprints agree, up to the rounding of the precision a model was loaded in."""
+    if not mine or not theirs:
+        return True
+    try:
+        a, b = (
+            torch.frombuffer(bytearray.fromhex(x), dtype=torch.bfloat16).float()
+            for x in (mine, theirs)
+        )
+    except ValueError:  # not a fingerprint at all
+        return False
+    if a.shape != b.shape:
+        return False
+    return bool(((a - b).abs() <= 2.0**-7 * torch.maximum(a.abs(), b.abs())).all())
 
 
 @dataclass

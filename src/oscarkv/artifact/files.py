@@ -125,8 +125,9 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
 
 def _refuse_pickles(path: Path) -> None:
     with path.open("rb") as file:
-        start = file.read(4)
-    if start[:2] == b"PK" or start[:1] == b"\x80":
+        start = file.read(9)
+    # A safetensors file begins with the length of its header, any eight bytes, and a brace.
+    if start[8:] != b"{" and (start[:2] == b"PK" or start[:1] == b"\x80"):
         raise ArtifactError(
             f"{path} is a pickled PyTorch file, not an artifact; RotationZoo files are brought in "
             "with: oscarkv zoo import"

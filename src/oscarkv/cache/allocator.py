@@ -63,6 +63,13 @@ class PageAllocator:
         if not self._references[page]:
             heapq.heappush(self._free, page)
 
+    def compact(self, kept: list[int]) -> None:
+        """Renumber: old page kept[i] becomes page i, all others must be free and cease to exist."""
+        if kept[0] != 0 or len(kept) != self.used_pages + 1:
+            raise CacheError("compact: every page in use must be kept, and page 0 stay page 0")
+        self._references = [self._references[page] for page in kept]
+        self._free = []
+
     def _check_used(self, page: int) -> None:
         if not 0 < page < self.capacity or not self._references[page]:
             raise CacheError(f"page {page} is not in use")

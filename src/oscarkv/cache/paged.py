@@ -73,6 +73,7 @@ class PagedCache:
         self.history_pages = PageAllocator()
         self.window_pages = PageAllocator()
         self._sequences: list[_Sequence] = []
+        self._longest_step = 0
         self.device = self.layers[0].history.device
 
     # -- sequences ---------------------------------------------------------------------------
@@ -103,8 +104,8 @@ class PagedCache:
     def truncate(self, index: int, length: int) -> None:
         """Forget the tokens from `length` on.
 
-        Where the window then reaches back to tokens whose exact copies are gone (only after
-        cutting into a long chunk), they are filled in from the packed history.
+        Where the window then reaches back to tokens whose exact copies are gone (after cutting
+        deeper than the last step, or into a long one), they are filled in from the packed history.
         """
         sequence = self._sequences[index]
         if not 0 <= length <= sequence.length:
@@ -142,13 +143,18 @@ class PagedCache:
         if len(counts) != len(self._sequences):
             raise CacheError(f"{len(counts)} counts for {len(self._sequences)} sequences")
         plans = [self._plan(s, n) for s, n in zip(self._sequences, counts, strict=True)]
-        self._ensure(sum(p.history for p in plans), sum(p.windows for p in plans))
+        history = sum(plan.history for plan in plans)
+        self._require(history)
+        for sequence, count in zip(self._sequences, counts, strict=True):
+            if count:
+                self._drop_windows(sequence)
+        self._ensure(history, sum(plan.windows for plan in plans))
+        self._longest_step = max(counts, default=0)
         history_slots: list[int] = []
         window_slots: list[int] = []
         for sequence, count, plan in zip(self._sequences, counts, plans, strict=True):
             if not count:
                 continue
-            self._drop_windows(sequence)
             self._own_last_pages(sequence)
             start = sequence.length
             sequence.length += count
@@ -164,6 +170,32 @@ class PagedCache:
             history_slots += _slots(sequence.history, positions, self.page_size)
             window_slots += _slots(sequence.windows, positions, PAGE_QUANTUM)
         return self._step(counts, history_slots, window_slots)
+
+    def trim(self) -> None:
+        """Give back what only the last step's own queries read, once every layer has read it.
+
+        After a short step nothing is given back, so that it can be rolled back exactly.
+        """
+        if self._longest_step <= ROLLBACK_TOKENS:
+            return
+        for sequence in self._sequences:
+            self._drop_windows(sequence)
+        used = self.window_pages.used_pages
+        if self.window_pages.free_pages > max(1, used * GROWTH):
+            self._compact_windows()
+
+    def _compact_windows(self) -> None:
+        """Renumber the window pages in use, and let go of the others' memory."""
+        numbers = {0: 0}
+        for sequence in self._sequences:
+            for page in sequence.windows:
+                numbers.setdefault(page, len(numbers))
+            sequence.windows = [numbers[page] for page in sequence.windows]
+        kept = list(numbers)  # old numbers, in their new order
+        self.window_pages.compact(kept)
+        index = torch.tensor(kept, device=self.device)
+        for layer in self.layers:
+            layer.window = layer.window[index]
 
     @dataclass
     class _Need:
@@ -259,15 +291,18 @@ class PagedCache:
         tables = sum(len(s.history) + len(s.windows) for s in self._sequences)
         return pools + 4 * tables
 
-    def _ensure(self, history: int, windows: int) -> None:
-        """Have that many free pages in each pool, growing the pools where they fall short."""
+    def _require(self, history: int) -> None:
+        """Refuse a step that needs more history pages than there may be."""
         short = history - self.history_pages.free_pages
         if self.max_pages is not None and self.history_pages.capacity + short > self.max_pages + 1:
             raise CacheError(
                 f"the cache is full: {self.history_pages.used_pages} of {self.max_pages} history "
                 f"pages in use, {history} more needed; free sequences or raise max_pages"
             )
-        self._grow(self.history_pages, "history", short)
+
+    def _ensure(self, history: int, windows: int) -> None:
+        """Have that many free pages in each pool, growing the pools where they fall short."""
+        self._grow(self.history_pages, "history", history - self.history_pages.free_pages)
         self._grow(self.window_pages, "window", windows - self.window_pages.free_pages)
 
     def _grow(self, pool: PageAllocator, storage: str, short: int) -> None:

@@ -223,28 +223,12 @@ def _round_trip_errors(
     call: AttentionCall, layer: LayerTransforms, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
     """What encoding loses of every key and value, [H, T, d] in the model's own basis."""
-    dim = call.k.shape[-1]
-    sides: list[tuple[Tensor, Tensor, Tensor, Tensor, RowCodec, Tensor]] = [
-        (
-            call.k,
-            layer.key_mean,
-            layer.key,
-            layer.query.mT,
-            RowCodec.for_keys(recipe, dim),
-            bases(layer.exponents[0]),
-        ),
-        (
-            call.v,
-            layer.value_mean,
-            layer.value,
-            layer.value_inverse,
-            RowCodec.for_values(recipe, dim),
-            bases(layer.exponents[1]),
-        ),
-    ]
-    results = []
-    for x, mean, forward, inverse, codec, base in sides:
-        rows = (x.float() - mean[:, None]) @ forward
-        codes, stored = codec.encode(rows, base[:, None])
-        results.append((codec.decode(codes, stored, base[:, None]) - rows) @ inverse)
-    return results[0], results[1]
+    dim, (key_base, value_base) = call.k.shape[-1], bases(layer.exponents)[..., None]
+    keys = (call.k.float() - layer.key_mean[:, None]) @ layer.key
+    codec = RowCodec.for_keys(recipe, dim)
+    decoded = codec.decode(*codec.encode(keys, key_base, layer.metric), key_base)
+    key_error = (decoded - keys) @ layer.query.mT
+    values = (call.v.float() - layer.value_mean[:, None]) @ layer.value
+    codec = RowCodec.for_values(recipe, dim)
+    decoded = codec.decode(*codec.encode(values, value_base), value_base)
+    return key_error, (decoded - values) @ layer.value_inverse

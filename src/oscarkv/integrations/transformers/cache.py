@@ -116,6 +116,11 @@ class OscarCache(Cache):  # type: ignore[misc]
             )
         return self._step
 
+    def after(self, layer: OscarLayer) -> None:
+        """Once the last layer has read the step, let go of what only the step itself needed."""
+        if layer is self._packed[-1]:
+            self.pages.trim()
+
     def _take_padding(self, batch: int, new: int, mask: Tensor | None) -> None:
         """Learn each sequence's padding from the attention mask; refuse what changed since."""
         if self._padding and len(self._padding) != batch:
@@ -282,7 +287,22 @@ class _Handle(AttentionHandle):
         store.soft_cap = arguments.get("softcap")
         padding = mask.padding if isinstance(mask, LazyMask) else None
         step = cache.step(layer, batch, new, padding)
+        # Mixed precision would round transforms and codes; the model's own dtypes are kept.
+        with torch.autocast(query.device.type, enabled=False):
+            result = self._write_and_read(module, query, mask, step, arguments)
+        cache.after(layer)
+        return result
 
+    def _write_and_read(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        mask: LazyMask | None,
+        step: Step,
+        arguments: dict[str, Any],
+    ) -> Tensor:
+        layer, cache = self.layer, self.layer.cache
+        store, (batch, _, new, _) = layer.store, query.shape
         q, k, v = (_tokens(x, cache.padding, layer.seen) for x in (query, self.k, self.v))
         cache.backend.write(k, v, step.history_slots, step.window_slots, store)
 

@@ -1,0 +1,100 @@
+"""What an artifact holds, in figures that fit on a screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscarkv.artifact.artifact import Artifact, LayerTransforms
+from oscarkv.recipe import Recipe
+
+#: Context lengths that bits are quoted at.
+LENGTHS = (4096, 8192, 32768, 131072)
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer: means over its KV heads, and the worst head's condition. None: not known."""
+
+    layer: int
+    top1: float | None  # share of the stored keys' energy on their first principal axis
+    top8: float | None  # and on the first eight
+    effective_rank: float | None  # exp of the entropy of the spectrum: how many axes matter
+    condition: float  # cond(A), the largest over heads
+    logit_error: float | None  # relative, as predicted on held-back text
+    value_error: float | None
+    fallback: list[int]  # heads that use Hadamard instead of the fitted transform
+
+
+@dataclass(frozen=True)
+class ArtifactSummary:
+    model: dict[str, Any]
+    recipe: str
+    knobs: dict[str, Any]  # those that differ from the defaults
+    calibration: dict[str, Any]
+    library_version: str
+    bits: dict[int, float]  # per element, by context length
+    layers: list[LayerSummary]
+
+    @property
+    def heads(self) -> int:
+        return len(self.layers) * int(self.model["kv_heads"])
+
+    @property
+    def fallback_heads(self) -> int:
+        return sum(len(layer.fallback) for layer in self.layers)
+
+    @property
+    def mean_logit_error(self) -> float | None:
+        return _mean([layer.logit_error for layer in self.layers])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self),
+            "fallback_heads": self.fallback_heads,
+            "mean_logit_error": self.mean_logit_error,
+        }
+
+
+def summarise(artifact: Artifact) -> ArtifactSummary:
+    defaults = dataclasses.asdict(Recipe())
+    knobs = dataclasses.asdict(artifact.recipe)
+    return ArtifactSummary(
+        model=dataclasses.asdict(artifact.model),
+        recipe=artifact.recipe.name,
+        knobs={k: v for k, v in knobs.items() if k != "name" and v != defaults[k]},
+        calibration=artifact.calibration,
+        library_version=artifact.library_version,
+        bits={length: artifact.recipe.bits(artifact.model.head_dim, length) for length in LENGTHS},
+        layers=[_layer(index, layer) for index, layer in sorted(artifact.layers.items())],
+    )
+
+
+def _layer(index: int, layer: LayerTransforms) -> LayerSummary:
+    shares = layer.spectrum.double()
+    shares = shares / shares.sum(-1, keepdim=True)  # NaN where nothing was observed
+    entropy = -torch.xlogy(shares, shares).sum(-1)
+    return LayerSummary(
+        layer=index,
+        top1=_known(shares[:, 0]),
+        top8=_known(shares[:, :8].sum(-1)),
+        effective_rank=_known(entropy.exp()),
+        condition=float(layer.condition.max()),
+        logit_error=_known(layer.errors[0]),
+        value_error=_known(layer.errors[1]),
+        fallback=layer.fallback.nonzero().flatten().tolist(),
+    )
+
+
+def _known(heads: Tensor) -> float | None:
+    return _mean([value for value in heads.tolist() if math.isfinite(value)])
+
+
+def _mean(values: list[float | None] | list[float]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
