@@ -181,7 +181,7 @@ def fidelity_table(result: Fidelity) -> Any:
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        title=f"{result.model}: {result.windows} windows of {result.length} tokens, {how}",
+        title=f"{result.model}: {result.windows} x {result.length} tokens, {how}",
         caption=f"Perplexity with the full-precision cache: {result.perplexity:.2f}",
     )
     # Everything fits on 80 columns.

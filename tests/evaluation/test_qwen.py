@@ -1,0 +1,38 @@
+"""The hard model: key biases so large that the published recipe collapses at 2 bits."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+
+from oscarkv.evaluation.fidelity import measure_fidelity
+from oscarkv.integrations.transformers.calibrate import calibrate_many
+from oscarkv.integrations.transformers.models import load_model
+
+
+@pytest.mark.slow
+def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
+    """Short, for CI: 6K tokens of calibration, one window. docs/benchmarks.md has the full run."""
+    texts = files("oscarkv.demo") / "texts"
+    model, tokenizer = load_model("qwen2.5-coder-1.5b", dtype=torch.float32)
+    balanced, paper = calibrate_many(
+        model,
+        tokenizer,
+        [(texts / "alice.txt").read_text(encoding="utf-8")],
+        recipes=["balanced", "paper"],
+        tokens=6144,
+        length=2048,
+    )
+    measured = measure_fidelity(
+        model,
+        tokenizer,
+        [(texts / "botchan.txt").read_text(encoding="utf-8")],
+        {"balanced": balanced, "paper": paper},
+        length=2048,
+        windows=1,
+    ).recipes
+    print({name: (score.kl, score.top1) for name, score in measured.items()})
+    assert measured["balanced"].bits_128k <= 2.3
+    assert measured["balanced"].kl <= 0.013
+    assert measured["balanced"].top1 >= 0.95
+    assert measured["paper"].top1 < 0.5
