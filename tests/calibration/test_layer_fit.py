@@ -6,7 +6,7 @@ import pytest
 import torch
 from calibration.dense import random_call
 
-from oscarkv.calibration.fit import LayerCheck, average_positions, fit_layer
+from oscarkv.calibration.fit import LayerCheck, average_positions, fit_layer, observe_checks
 from oscarkv.calibration.statistics import AttentionCall, LayerStatistics
 from oscarkv.errors import CalibrationError
 from oscarkv.linalg import bit_reversal, hadamard
@@ -161,7 +161,7 @@ def test_sabotaged_heads_fall_back(metric: bool) -> None:
     layer.key[1] = layer.key[1] * stretch
     layer.query[1] = layer.query[1] / stretch
     check = LayerCheck(layer, statistics, recipe)
-    check.observe(sharp_call(9), torch.Generator().manual_seed(0))
+    observe_checks([check], sharp_call(9), torch.Generator().manual_seed(0))
     result = check.result()
     assert result.fallback.tolist() == [0, 1]
     assert torch.equal(result.key[0], good.key[0])

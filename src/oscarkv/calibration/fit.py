@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from oscarkv.calibration.statistics import (
     AttentionCall,
     LayerStatistics,
     Moments,
+    PairBlock,
     pair_blocks,
     sample_positions,
 )
@@ -142,6 +144,24 @@ class _Candidate:
     transforms: LayerTransforms
     logit_error: Tensor  # [H]: sum of w (q . e)^2
     value_error: Tensor  # [H]: sum of p^2 |v - vhat|^2
+    errors: tuple[Tensor, Tensor] = field(init=False)  # of the sequence at hand
+
+
+def observe_checks(
+    checks: Sequence[LayerCheck], call: AttentionCall, generator: torch.Generator
+) -> None:
+    """Show one layer's attention to the checks of several recipes with the same windows."""
+    sink, recent = checks[0].recipe.sink, checks[0].recipe.recent
+    positions = sample_positions(call.k.shape[1], sink, recent, generator)
+    if positions.numel() == 0:
+        return
+    for check in checks:
+        check._take(call)
+    for head in range(call.k.shape[0]):
+        for block in pair_blocks(call, head, positions, sink, recent):
+            squares = torch.where(block.eligible, block.weights.square(), 0.0).sum(0)
+            for check in checks:
+                check._weigh(call, head, block, squares)
 
 
 class LayerCheck:
@@ -169,30 +189,22 @@ class LayerCheck:
             )
         self.candidates = [_Candidate(o, zeros.clone(), zeros.clone()) for o in options]
 
-    def observe(self, call: AttentionCall, generator: torch.Generator) -> None:
-        sink, recent = self.recipe.sink, self.recipe.recent
-        positions = sample_positions(call.k.shape[1], sink, recent, generator)
-        if positions.numel() == 0:
-            return
-        errors = [_round_trip_errors(call, c.transforms, self.recipe) for c in self.candidates]
-        mean = self.candidates[0].transforms.key_mean
-        value_mean = self.candidates[0].transforms.value_mean
-        for head in range(call.k.shape[0]):
-            centred = call.k[head].float() - mean[head]
-            for block in pair_blocks(call, head, positions, sink, recent):
-                w, q = block.sensitivity, block.queries
-                squares = torch.where(block.eligible, block.weights.square(), 0.0).sum(0)
-                self.logit_scale[head] += _weighted_square(w, q, centred)
-                self.value_scale[head] += (
-                    squares @ (call.v[head].float() - value_mean[head]).square().sum(1)
-                ).double()
-                for candidate, (key_error, value_error) in zip(
-                    self.candidates, errors, strict=True
-                ):
-                    candidate.logit_error[head] += _weighted_square(w, q, key_error[head])
-                    candidate.value_error[head] += (
-                        squares @ value_error[head].square().sum(1)
-                    ).double()
+    def _take(self, call: AttentionCall) -> None:
+        """Encode a sequence's keys and values with every candidate."""
+        for candidate in self.candidates:
+            candidate.errors = _round_trip_errors(call, candidate.transforms, self.recipe)
+
+    def _weigh(self, call: AttentionCall, head: int, block: PairBlock, squares: Tensor) -> None:
+        """Add what a block of queries would see of those errors."""
+        layer = self.candidates[0].transforms
+        keys, values = call.k[head].float(), call.v[head].float()
+        w, q = block.sensitivity, block.queries
+        self.logit_scale[head] += _weighted_square(w, q, keys - layer.key_mean[head])
+        self.value_scale[head] += _sum_of(squares, values - layer.value_mean[head])
+        for candidate in self.candidates:
+            key_error, value_error = candidate.errors
+            candidate.logit_error[head] += _weighted_square(w, q, key_error[head])
+            candidate.value_error[head] += _sum_of(squares, value_error[head])
 
     def result(self) -> LayerTransforms:
         """The layer with its errors, heads that lose to Hadamard replaced."""
@@ -213,6 +225,11 @@ class LayerCheck:
             [logit_error / self.logit_scale, chosen.value_error / self.value_scale]
         ).float()
         return layer
+
+
+def _sum_of(weights: Tensor, rows: Tensor) -> Tensor:
+    """sum of w |x|^2 over rows."""
+    return (weights @ rows.square().sum(1)).double()
 
 
 def _weighted_square(weights: Tensor, q: Tensor, rows: Tensor) -> Tensor:

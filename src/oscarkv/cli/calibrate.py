@@ -18,8 +18,9 @@ def calibrate(
     ],
     text: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="Plain UTF-8 text, a document a file; repeat for more."),
+        typer.Option(metavar="FILE...", help="Plain UTF-8 text, a document a file."),
     ],
+    more_text: options.MoreTexts = None,
     tokens: Annotated[int, typer.Option(min=1, help="About how many tokens to use.")] = 30000,
     length: Annotated[
         int | None,
@@ -61,6 +62,7 @@ def calibrate(
     Example: oscarkv calibrate smollm2 --text book.txt -o smollm2.safetensors
     """
     options.require_writable(output)
+    text = [*text, *(more_text or [])]
     options.require_files(text)
     chosen = options.parse_recipe(recipe, changes or [])
     skipped = options.parse_layers(skip_layers)

@@ -53,14 +53,8 @@ def show_log() -> None:
         handler = RichHandler(
             console=errors, show_time=False, show_level=False, show_path=False, highlighter=None
         )
-        handler.addFilter(_quiet)
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    # Calibration warns once for every head that falls back; the commands count them instead.
-    return not (record.levelno == logging.WARNING and "Hadamard did better" in record.msg)
 
 
 def size(count: float) -> str:

@@ -30,8 +30,9 @@ def fidelity(
     model: options.ModelArgument,
     text: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="Text to measure on; repeat for more."),
+        typer.Option(metavar="FILE...", help="Text to measure on, a document a file."),
     ],
+    more_text: options.MoreTexts = None,
     artifact: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="An artifact; repeat for more.")
     ] = None,
@@ -77,6 +78,7 @@ def fidelity(
     """
     if json_file is not None:
         options.require_writable(json_file)
+    text = [*text, *(more_text or [])]
     options.require_files([*text, *(calibration_text or []), *(artifact or [])])
     if not artifact and not recipes:
         raise OscarError("nothing to measure: give --artifact, --recipes or both")
@@ -174,8 +176,6 @@ def fidelity_table(result: Fidelity) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from oscarkv.demo.report import COLLAPSED
-
     how = "as decoding reads the cache" if result.strict else "as prompts are read in chunks"
     table = Table(
         box=SIMPLE_HEAD,
@@ -192,7 +192,7 @@ def fidelity_table(result: Fidelity) -> Any:
     table.add_column("ppl", justify="right", min_width=len("x1.000"))
     table.add_column(f"bits at\n{result.length}", justify="right")
     for name, score in sorted(result.recipes.items(), key=lambda item: item[1].kl):
-        collapsed = " [red]collapsed[/red]" if score.top1 < COLLAPSED else ""
+        collapsed = " [red]collapsed[/red]" if score.collapsed else ""
         table.add_row(
             name,
             f"{score.bits_128k:.2f}",

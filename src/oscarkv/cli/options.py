@@ -39,10 +39,10 @@ def load(source: str, device: str | None = None, dtype: str = "auto") -> tuple[A
 
         quiet_transformers()
         model, tokenizer = load_model(source, dtype=dtype, device=device)
-    # What goes into artifacts and reports: a name, not the path where this machine has the files.
-    path = Path(source).expanduser()
-    model.oscarkv_name = path.resolve().name if path.exists() else source
     return model, tokenizer
+
+
+MoreTexts = Annotated[list[Path] | None, typer.Argument(metavar="TEXT", hidden=True)]
 
 
 def quiet_transformers() -> None:

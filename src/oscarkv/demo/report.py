@@ -16,8 +16,6 @@ from oscarkv.demo.run import SHOWN, DemoResult, Pair
 
 #: Contexts the memory figure shows, besides the generations' own.
 LENGTHS = (2048, 8192, 32768, 131072)
-#: Below this agreement with the full-precision cache, text is no longer text.
-COLLAPSED = 0.5
 
 
 def write_report(result: DemoResult, path: str | Path) -> None:
@@ -89,7 +87,7 @@ def _table(result: DemoResult) -> str:
     for name in sorted(scores, key=lambda name: scores[name].kl):
         score = scores[name]
         swatch = f'<span class="swatch" style="background:{plots.colour(name)}"></span>'
-        state = ' <span class="collapsed">collapsed</span>' if score.top1 < COLLAPSED else ""
+        state = ' <span class="collapsed">collapsed</span>' if score.collapsed else ""
         cells = (
             f"{swatch}{escape(name)}{state}",
             f"{score.bits_128k:.2f}",

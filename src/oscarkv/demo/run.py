@@ -33,7 +33,7 @@ class Plan:
     new_tokens: int
 
 
-FULL = Plan(tokens=10240, length=2048, windows=2, prompts=3, new_tokens=64)
+FULL = Plan(tokens=8192, length=2048, windows=2, prompts=3, new_tokens=64)
 QUICK = Plan(tokens=4096, length=1024, windows=1, prompts=1, new_tokens=32)
 
 

@@ -33,6 +33,9 @@ LOGITS_BLOCK = 256
 #: Without `strict`, windows are fed in chunks of this many tokens, as a server would.
 CHUNK = 512
 
+#: Below this agreement with the full-precision cache, text is no longer text.
+COLLAPSED = 0.5
+
 Progress = Callable[[int, int, str], None]
 
 
@@ -50,6 +53,11 @@ class RecipeScore:
     bits_actual: float = math.nan  # at the length measured, windows counted as bf16
     layer_errors: dict[int, float] = field(default_factory=dict)
     kl_by_window: list[float] = field(default_factory=list)
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether the model no longer says what it would have said."""
+        return self.top1 < COLLAPSED
 
 
 @dataclass

@@ -96,6 +96,9 @@ def load_model(
             f"no model at {source}: it is neither an existing directory or .gguf file, nor a "
             f"hub id (org/name), nor one of {', '.join(PACKAGED_MODELS)}"
         )
+    # What goes into artifacts and reports: a name, not the path where this machine has the files.
+    named = package is None and path.exists()
+    model.oscarkv_name = path.resolve().name if named else str(source)
     return model.to(place).eval(), tokenizer
 
 
