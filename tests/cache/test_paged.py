@@ -8,7 +8,7 @@ from helpers import Rig, make_layer
 
 from oscarkv.cache import PagedCache
 from oscarkv.errors import CacheError
-from oscarkv.kernels.torch_backend import decode_tokens
+from oscarkv.kernels.rows import decode_tokens
 from oscarkv.recipe import Recipe
 
 RECIPE = Recipe(sink=4, recent=8)

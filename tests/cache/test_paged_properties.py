@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from oscarkv.cache.paged import ROLLBACK_TOKENS
-from oscarkv.kernels.torch_backend import decode_tokens, encode_tokens
+from oscarkv.kernels.rows import decode_tokens, encode_tokens
 from oscarkv.recipe import Recipe
 
 MOST_SEQUENCES = 4

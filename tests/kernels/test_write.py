@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscarkv.codec import parameters
-from oscarkv.kernels.torch_backend import TorchBackend, decode_tokens, encode_tokens
+from oscarkv.kernels.rows import decode_tokens, encode_tokens
+from oscarkv.kernels.torch_backend import TorchBackend
 from oscarkv.recipe import Recipe
 
 TINY = Recipe(sink=4, recent=8, parameters="log8")

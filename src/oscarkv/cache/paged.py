@@ -20,7 +20,7 @@ from oscarkv.cache.allocator import PageAllocator
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import CacheError
 from oscarkv.kernels import LayerCache
-from oscarkv.kernels.torch_backend import decode_tokens
+from oscarkv.kernels.rows import decode_tokens
 
 #: Chunks up to this long keep exact copies of all their tokens, so that a speculative step can be
 #: rolled back with nothing lost; longer ones keep those of the last `recent` tokens.

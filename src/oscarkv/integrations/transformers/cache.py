@@ -17,6 +17,12 @@ from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import CacheError
 from oscarkv.integrations.transformers.attach import FOLDED, attach, values_are_folded
 from oscarkv.integrations.transformers.attention import AttentionHandle, LazyMask, plain_attention
+from oscarkv.integrations.transformers.batch import (
+    as_batch,
+    left_padding,
+    real_tokens,
+    window_rows,
+)
 from oscarkv.kernels import LayerCache, Transforms, get_backend
 from oscarkv.recipe import Recipe
 
@@ -136,7 +142,7 @@ class OscarCache(Cache):  # type: ignore[misc]
                 "the cache holds a padded batch, but there is no attention mask; pass the mask of "
                 "all tokens so far"
             )
-        padding = _left_padding(mask, batch, self._length + new)
+        padding = left_padding(mask, batch, self._length + new)
         for index, started in enumerate(begun):
             if started and padding[index] != self._padding[index]:
                 raise CacheError(
@@ -303,7 +309,7 @@ class _Handle(AttentionHandle):
     ) -> Tensor:
         layer, cache = self.layer, self.layer.cache
         store, (batch, _, new, _) = layer.store, query.shape
-        q, k, v = (_tokens(x, cache.padding, layer.seen) for x in (query, self.k, self.v))
+        q, k, v = (real_tokens(x, cache.padding, layer.seen) for x in (query, self.k, self.v))
         cache.backend.write(k, v, step.history_slots, step.window_slots, store)
 
         # Where every key is exact, do what the stock cache would do, to the bit.
@@ -314,7 +320,7 @@ class _Handle(AttentionHandle):
                     module, query, self.k, self.v, mask, store.scale, **arguments
                 )
             if layer.seen - min(cache.padding) <= store.sink + store.recent:
-                keys, values = _window_rows(step, store, cache.padding, layer.seen)
+                keys, values = window_rows(step, store, cache.padding, layer.seen)
                 keys, values = keys.to(query.dtype), values.to(query.dtype)
                 return plain_attention(module, query, keys, values, mask, store.scale, **arguments)
 
@@ -323,7 +329,7 @@ class _Handle(AttentionHandle):
             cache.backend.decode(q, store, out)
         else:
             cache.backend.prefill(q, k, v, store, out)
-        result = _batch(out, batch, new, cache.padding, layer.seen)
+        result = as_batch(out, batch, new, cache.padding, layer.seen)
         if first and cache.observer is not None:
             exact = plain_attention(module, query, self.k, self.v, mask, store.scale, **arguments)
             cache.observer(int(module.layer_idx), result, exact)  # type: ignore[arg-type]
@@ -370,69 +376,9 @@ def _recent(recipe: Recipe) -> int:
     return 1 << 30 if recipe.exact else recipe.recent
 
 
-def _left_padding(padding: Tensor | None, batch: int, length: int) -> list[int]:
-    """Padding tokens before each sequence, from the 2D attention mask."""
-    if padding is None:
-        return [0] * batch
-    if padding.shape[1] < length:
-        raise CacheError(
-            f"the attention mask covers {padding.shape[1]} tokens, but the cache and the input "
-            f"have {length}; pass the mask of all tokens so far"
-        )
-    padding = padding[:, :length]
-    pads = (padding.int().cumsum(1) == 0).sum(1)
-    if not bool((padding.sum(1) + pads == length).all()):
-        raise CacheError(
-            "the attention mask hides tokens after the first one of a sequence; OscarCache takes "
-            "batches padded on the left: tokenizer.padding_side = 'left'"
-        )
-    return [int(pad) for pad in pads]
-
-
 def _held(layer: CacheLayerMixin) -> int:
     """Bytes of a stock layer; a sliding one may show a window of more than that."""
     held: list[Any] = []
     for value in vars(layer).values():
         held += value.values() if isinstance(value, dict) else [value]
     return sum(x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor))
-
-
-def _tokens(x: Tensor, padding: list[int], seen: int) -> Tensor:
-    """[B, H, n, d] -> the real tokens [tokens, H, d]."""
-    rows = x.transpose(1, 2)
-    if max(padding) <= seen - x.shape[2]:
-        return rows.flatten(0, 1)
-    return rows[_real(padding, x.shape[2], seen, x.device)]
-
-
-def _batch(tokens: Tensor, batch: int, new: int, padding: list[int], seen: int) -> Tensor:
-    """[tokens, H, d] -> [B, n, H, d], zero where there was padding."""
-    if max(padding) <= seen - new:
-        return tokens.view(batch, new, *tokens.shape[1:])
-    rows = tokens.new_zeros(batch, new, *tokens.shape[1:])
-    rows[_real(padding, new, seen, tokens.device)] = tokens
-    return rows
-
-
-def _real(padding: list[int], new: int, seen: int, device: torch.device) -> Tensor:
-    positions = torch.arange(seen - new, seen, device=device)
-    return positions >= torch.tensor(padding, device=device)[:, None]
-
-
-def _window_rows(
-    step: Step, store: LayerCache, padding: list[int], seen: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, seen, d] of sequences that lie in the windows whole."""
-    table = step.window_table.long()
-    rows = store.window[table].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, B, H, positions, d]
-    if any(padding):
-        at = (
-            torch.arange(seen, device=table.device)
-            - torch.tensor(padding, device=table.device)[:, None]
-        )
-        index = at.clamp_min(0)[None, :, None, :, None].expand(
-            2, -1, rows.shape[2], -1, rows.shape[4]
-        )
-        rows = rows.gather(3, index)
-    keys, values = rows[:, :, :, :seen].unbind(0)
-    return keys, values
