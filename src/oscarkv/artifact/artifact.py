@@ -85,6 +85,16 @@ class LayerTransforms:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
+    def inverse_errors(self) -> dict[str, float]:
+        """Largest entry of A A^-1 - I over heads, of keys and of values."""
+        products = {
+            "key": self.key.double() @ self.query.mT.double(),
+            "value": self.value.double() @ self.value_inverse.double(),
+        }
+        eye = torch.eye(self.key.shape[-1], dtype=torch.float64, device=self.key.device)
+        return {side: float((product - eye).abs().max()) for side, product in products.items()}
+
+    @property
     def condition(self) -> Tensor:
         """cond(A) per head."""
         return torch.linalg.cond(self.key.double())
@@ -141,13 +151,9 @@ class Artifact:
                 raise ArtifactError(f"layer {index}: exponents {low} to {high} are out of range")
             if self.recipe.metric_rounding and layer.metric is None:
                 raise ArtifactError(f"layer {index}: the recipe rounds by a metric, but has none")
-            _require_inverse(layer.key, layer.query.mT, f"layer {index}: key transform")
-            _require_inverse(layer.value, layer.value_inverse, f"layer {index}: value transform")
-
-
-def _require_inverse(matrix: Tensor, inverse: Tensor, where: str) -> None:
-    product = matrix.double() @ inverse.double()
-    eye = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
-    error = float((product - eye).abs().max())
-    if not error <= INVERSE_TOLERANCE:
-        raise ArtifactError(f"{where} and its inverse differ from identity by {error:.2g}")
+            for side, error in layer.inverse_errors.items():
+                if not error <= INVERSE_TOLERANCE:
+                    raise ArtifactError(
+                        f"layer {index}: {side} transform and its inverse differ from identity by "
+                        f"{error:.2g}"
+                    )

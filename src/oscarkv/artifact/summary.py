@@ -26,6 +26,7 @@ class LayerSummary:
     top8: float | None  # and on the first eight
     effective_rank: float | None  # exp of the entropy of the spectrum: how many axes matter
     condition: float  # cond(A), the largest over heads
+    inverse_error: float  # largest entry of A A^-1 - I
     logit_error: float | None  # relative, as predicted on held-back text
     value_error: float | None
     fallback: list[int]  # heads that use Hadamard instead of the fitted transform
@@ -50,6 +51,10 @@ class ArtifactSummary:
         return sum(len(layer.fallback) for layer in self.layers)
 
     @property
+    def inverse_error(self) -> float:
+        return max(layer.inverse_error for layer in self.layers)
+
+    @property
     def mean_logit_error(self) -> float | None:
         return _mean([layer.logit_error for layer in self.layers])
 
@@ -58,6 +63,7 @@ class ArtifactSummary:
             **dataclasses.asdict(self),
             "fallback_heads": self.fallback_heads,
             "mean_logit_error": self.mean_logit_error,
+            "inverse_error": self.inverse_error,
         }
 
 
@@ -85,6 +91,7 @@ def _layer(index: int, layer: LayerTransforms) -> LayerSummary:
         top8=_known(shares[:, :8].sum(-1)),
         effective_rank=_known(entropy.exp()),
         condition=float(layer.condition.max()),
+        inverse_error=max(layer.inverse_errors.values()),
         logit_error=_known(layer.errors[0]),
         value_error=_known(layer.errors[1]),
         fallback=layer.fallback.nonzero().flatten().tolist(),

@@ -52,6 +52,7 @@ def _facts(summary: ArtifactSummary) -> Table:
         ("calibration", ", ".join(facts) or "none"),
         ("bits per element", ", ".join(bits)),
         ("mean logit error", "not measured" if error is None else f"{error:.4f}"),
+        ("inverse error", f"{summary.inverse_error:.1e}"),
         ("fallback heads", f"{summary.fallback_heads} of {summary.heads}"),
         ("written by", f"oscarkv {summary.library_version}"),
     ):
