@@ -4,6 +4,9 @@ The history is read a block of pages at a time, straight from its packed bytes, 
 parameters factored out of the dot products; no full-precision copy of it is ever made:
 
     q . k = s (q' . c) + lo sum(q') + q . m          sum p v' = sum (p s) c + sum p lo
+
+It waits for the device wherever that keeps it simple: only backends that engines capture in graphs
+must keep all waiting in `plan`.
 """
 
 from __future__ import annotations
@@ -95,14 +98,14 @@ class TorchBackend:
     def write(
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
     ) -> None:
-        if k.shape[0] == 1:  # one token of one sequence: the slots are surely meant
-            self._write_window(k, v, window_slots, layer)
-            self._write_history(k, v, history_slots, layer)
-            return
         for slots, store in (
             (window_slots, self._write_window),
             (history_slots, self._write_history),
         ):
+            if slots.shape[0] == 1:  # the common step of one token, with as little ado as possible
+                if int(slots) >= 0:
+                    store(k, v, slots, layer)
+                continue
             kept = (slots >= 0).nonzero().squeeze(-1)
             step = max(1, WRITE_BLOCK // layer.kv_heads)
             for index in kept.split(step):
@@ -110,16 +113,12 @@ class TorchBackend:
 
     @staticmethod
     def _write_window(k: Tensor, v: Tensor, slots: Tensor, layer: LayerCache) -> None:
-        if slots.shape[0] == 1 and slots[0] < 0:
-            return
         pages, offsets = slots // PAGE_QUANTUM, slots % PAGE_QUANTUM
         rows = torch.stack([k, v], 2).to(layer.window.dtype)  # [n, H, 2, d]
         layer.window[pages, :, :, offsets] = rows
 
     @staticmethod
     def _write_history(k: Tensor, v: Tensor, slots: Tensor, layer: LayerCache) -> None:
-        if slots.shape[0] == 1 and slots[0] < 0:
-            return
         layout = layer.layout
         packed = encode_tokens(k, v, layer)
         pages, offsets = slots // layout.page_size, slots % layout.page_size
@@ -277,7 +276,7 @@ def _plan_decode(
     padded = rows = None
     if any(length != n for length in plan.query_lens):
         starts = torch.tensor(plan.starts[:-1], device=device)
-        padded = torch.minimum(starts[:, None] + offsets, torch.tensor(plan.starts[-1] - 1))
+        padded = (starts[:, None] + offsets).clamp_max(plan.starts[-1] - 1)
         rows = ((offsets < new[:, None]).flatten()).nonzero().squeeze(-1)
 
     first = min((a - b for a, b in zip(plan.seq_lens, plan.query_lens, strict=True)), default=0)
