@@ -18,6 +18,8 @@ in which a lane's word is its tensor-core fragment for keys and for values alike
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -31,6 +33,24 @@ from oscarkv.recipe import PARAMETER_BITS, Recipe
 PAGE_QUANTUM = 16
 #: Pages of a head start at multiples of this many bytes, so that wide loads stay aligned.
 ALIGNMENT = 16
+
+
+class Workspace:
+    """Buffers that are used again: fresh ones of a megabyte cost more than what is done in them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A tensor of that shape with arbitrary content; the last one of that name is void."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype, device))
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size + size // 4, dtype=dtype, device=device)
+            self._buffers[name, dtype, device] = buffer
+        return buffer[:size].view(*shape)
 
 
 @dataclass(frozen=True)
@@ -78,19 +98,31 @@ class RowLayout:
         mask = (1 << low.bits) - 1
         return torch.cat([_pack_plane(codes & mask, low), _pack_plane(codes >> low.bits, high)], -1)
 
-    def unpack_columns(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpack_columns(
+        self, packed: Tensor, dtype: torch.dtype, workspace: Workspace | None = None
+    ) -> Tensor:
         """Rows of bytes [..., n, bytes] -> their codes as columns [..., head_dim, n].
 
-        Columns, because then every step runs over long contiguous vectors.
+        Columns, because then every step runs over long contiguous vectors. With a workspace the
+        result lies in it, until the next call.
         """
+        workspace = Workspace() if workspace is None else workspace
         codes, start, weight = None, 0, 1
         for plane in self.planes:
             stop = start + 4 * plane.words
-            words = packed[..., start:stop].contiguous().view(torch.int32).mT.contiguous()
-            fields = words.unsqueeze(-3) >> _field_shifts(plane.bits, str(packed.device))
+            halves = packed[..., start:stop].contiguous().view(torch.int16)
+            halves = halves.unflatten(-1, (plane.words, 2)).movedim(-3, -1).transpose(-3, -2)
+            halves = halves.contiguous().unsqueeze(-4)  # [..., 1, half, word, n]
+            shape = (*halves.shape[:-4], plane.slots, *halves.shape[-3:])
+            fields = workspace.take("fields", shape, torch.int16, packed.device)
+            torch.bitwise_right_shift(halves, _shifts(plane.bits, str(packed.device)), out=fields)
             fields &= (1 << plane.bits) - 1
-            columns = fields.flatten(-3, -2)[..., : self.head_dim, :].to(dtype)  # channel order
-            codes = columns if codes is None else codes + columns * weight
+            columns = fields.flatten(-4, -2)[..., : self.head_dim, :]  # channel order
+            if codes is None:
+                codes = workspace.take("codes", columns.shape, dtype, packed.device)
+                codes.copy_(columns)
+            else:
+                codes += columns.to(dtype) * weight
             start, weight = stop, weight << plane.bits
         assert codes is not None
         return codes
@@ -105,22 +137,15 @@ def _pack_plane(field: Tensor, plane: Plane) -> Tensor:
     if padding:
         field = torch.nn.functional.pad(field, (0, padding))
     field = field.unflatten(-1, (plane.slots, 2, plane.words))
-    halves = (field << _shifts(plane.bits, str(field.device))).sum(-3, dtype=torch.int32)
+    halves = (field << _shifts(plane.bits, str(field.device))[..., 0]).sum(-3, dtype=torch.int32)
     words = halves[..., 0, :] | (halves[..., 1, :] << 16)
     return words.contiguous().view(torch.uint8)
 
 
 @lru_cache(maxsize=64)
 def _shifts(bits: int, device: str) -> Tensor:
-    """First bit of each slot of a half word, [slots, 1, 1]."""
-    return torch.arange(0, 16, bits, dtype=torch.int32, device=device)[:, None, None]
-
-
-@lru_cache(maxsize=64)
-def _field_shifts(bits: int, device: str) -> Tensor:
-    """First bit of each (slot, half) of a word, in channel order: [2 slots, 1, 1]."""
-    halves = torch.tensor([0, 16], dtype=torch.int32, device=device)
-    return (_shifts(bits, device)[:, :, 0] + halves).flatten()[:, None, None]
+    """First bit of each slot of a half word, [slots, 1, 1, 1]."""
+    return torch.arange(0, 16, bits, dtype=torch.int16, device=device)[:, None, None, None]
 
 
 @dataclass(frozen=True)

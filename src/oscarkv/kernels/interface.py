@@ -70,6 +70,9 @@ class AttentionBackend(Protocol):
     """See the module's text for the order of calls."""
 
     name: str
+    #: Steps of one token for which a single `write` costs about what one of them does; a cache may
+    #: hold their keys and values back that long, since they are exact in the window meanwhile.
+    write_batch: int
 
     def plan(
         self,

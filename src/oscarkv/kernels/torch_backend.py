@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oscarkv.codec import parameters
-from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.codec.layout import PAGE_QUANTUM, Workspace
 from oscarkv.errors import CacheError
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.rows import bases, encode_tokens
@@ -63,10 +63,12 @@ class TorchBackend:
     """`compute_dtype=torch.float64` makes it the reference for error bounds."""
 
     name = "torch"
+    write_batch = 16  # a write is a few hundred small operations, whatever the number of rows
 
     def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
         self.dtype = compute_dtype
         self._plan: _Plan | None = None
+        self._workspace = Workspace()
 
     # -- plan --------------------------------------------------------------------------------
 
@@ -107,6 +109,8 @@ class TorchBackend:
                     store(k, v, slots, layer)
                 continue
             kept = (slots >= 0).nonzero().squeeze(-1)
+            if not kept.numel():
+                continue
             step = max(1, WRITE_BLOCK // layer.kv_heads)
             for index in kept.split(step):
                 store(k[index], v[index], slots[index], layer)
@@ -136,10 +140,12 @@ class TorchBackend:
         rows = q.view(batch, n, *q.shape[1:]) if step.padded is None else q[step.padded]
         # [B, H, G, n, d]: the query heads of a KV head side by side
         rows = rows.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).to(self.dtype)
-        pages = layer.window[step.window_pages].to(self.dtype)  # [B, w, H, 2, 16, d]
-        keys, values = pages.permute(3, 0, 2, 1, 4, 5).flatten(3, 4).unbind(0)
+        pages = layer.window[step.window_pages].permute(3, 0, 2, 1, 4, 5)  # [2, B, H, w, 16, d]
+        exact = self._workspace.take("windows", pages.shape, self.dtype, q.device).copy_(pages)
+        keys, values = exact.flatten(3, 4).unbind(0)
         history = [(layer.history[pages], mask) for pages, mask in step.blocks]
-        result = _attend(rows, layer, (keys, values, step.window_mask), history)
+        exact_part = (keys, values, step.window_mask)
+        result = _attend(rows, layer, exact_part, history, self._workspace)
         result = result.permute(0, 3, 1, 2, 4).reshape(batch * n, -1, dim)
         out.copy_(result if step.rows is None else result[step.rows])
 
@@ -201,7 +207,8 @@ class TorchBackend:
         for pages, positions in _history_blocks(plan, index, oldest, newest, layer):
             mask = _reads_history(queries, positions, layer, None if plan.strict else begin)
             history.append((layer.history[pages][None], mask[None, None, None]))
-        result = _attend(rows, layer, (keys, values, exact[None, None, None]), history)
+        exact_part = (keys, values, exact[None, None, None])
+        result = _attend(rows, layer, exact_part, history, self._workspace)
         return result[0].permute(2, 0, 1, 3).flatten(1, 2)
 
     def _exact_rows(
@@ -337,6 +344,7 @@ def _attend(
     layer: LayerCache,
     exact: tuple[Tensor, Tensor, Tensor | None],
     history: list[tuple[Tensor, Tensor | None]],
+    workspace: Workspace,
 ) -> Tensor:
     """Attention of query rows [B, H, G, n, d] -> [B, H, G, n, d].
 
@@ -358,7 +366,7 @@ def _attend(
     logits = [finish_logits(q @ keys.mT, mask)]
     if history:
         transformed = _TransformedQueries.of(q, layer)
-        blocks = [_PackedBlock(pages, layer) for pages, _ in history]
+        blocks = [_PackedBlock(pages, layer, workspace) for pages, _ in history]
         for block, (_, mask) in zip(blocks, history, strict=True):
             logits.append(finish_logits(block.logits(transformed), mask))
     widths = [part.shape[-1] for part in logits]
@@ -399,8 +407,9 @@ class _TransformedQueries:
 class _PackedBlock:
     """Some pages of every sequence: their logits, and their weighted sum of values."""
 
-    def __init__(self, pages: Tensor, layer: LayerCache) -> None:
+    def __init__(self, pages: Tensor, layer: LayerCache, workspace: Workspace) -> None:
         """pages: uint8 [B, p, H, bytes]."""
+        self.workspace = workspace
         self.layout = layer.layout
         sections = self.layout.sections(pages.transpose(1, 2))  # [B, H, p, P, ...] each
         self.k_codes, self.v_codes, *stored = (section.flatten(2, 3) for section in sections)
@@ -420,7 +429,7 @@ class _PackedBlock:
     def logits(self, q: _TransformedQueries) -> Tensor:
         """s (q' . c) + lo sum(q') + q . m: [B, H, r, keys]."""
         scale, lo = (x.to(q.rows.dtype).mT for x in self.parameters[0])
-        codes = self.layout.key_row.unpack_columns(self.k_codes, q.rows.dtype)
+        codes = self.layout.key_row.unpack_columns(self.k_codes, q.rows.dtype, self.workspace)
         if self.layout.groups == 1:
             products = (q.rows @ codes) * scale
         else:
@@ -430,7 +439,7 @@ class _PackedBlock:
     def read(self, weights: Tensor) -> Tensor:
         """sum p (s c + lo) over the block's tokens: [B, H, r, d], still transformed."""
         scale, lo = (x.to(weights.dtype).mT for x in self.parameters[1])
-        codes = self.layout.value_row.unpack_columns(self.v_codes, weights.dtype)
+        codes = self.layout.value_row.unpack_columns(self.v_codes, weights.dtype, self.workspace)
         if self.layout.groups == 1:
             return (weights * scale) @ codes.mT + weights @ lo.mT
         summed = weights @ _scale_groups(codes, scale).mT

@@ -153,6 +153,14 @@ class OscarCache(Cache):  # type: ignore[misc]
             self.pages.add(batch)
         self._padding = padding
 
+    def holds_back(self, new: int) -> bool:
+        """Whether a step's codes may wait: single tokens, long before they leave the window."""
+        return (
+            new == 1
+            and not self.recipe.exact
+            and self.recipe.recent >= 2 * self.backend.write_batch
+        )
+
     @property
     def padding(self) -> list[int]:
         return self._padding
@@ -187,6 +195,7 @@ class OscarCache(Cache):  # type: ignore[misc]
             raise CacheError(f"cannot remove {-tokens_to_remove} of {self._length} tokens")
         for layer in self._stock_layers():  # first: they may refuse
             layer.crop(tokens_to_remove)
+        self._pack_held()
         for index, pad in enumerate(self._padding):
             self.pages.truncate(index, max(0, length - pad))
         self._length = length
@@ -199,13 +208,20 @@ class OscarCache(Cache):  # type: ignore[misc]
         self._length, self._padding, self._step = 0, [], None
         for layer in self._packed:
             layer.seen = 0
+            layer.forget_held()
         for layer in self._stock_layers():
             layer.reset()
             if isinstance(layer, DynamicLayer):  # reset() only zeroes them, at their old length
                 layer.keys = layer.values = None
                 layer.is_initialized = False
 
+    def _pack_held(self) -> None:
+        """Complete the history pages, before sequences come to share them or lose their ends."""
+        for layer in self._packed:
+            layer.pack_held()
+
     def _select(self, indices: list[int]) -> None:
+        self._pack_held()
         self.pages.reorder(indices)
         self._padding = [self._padding[i] for i in indices]
 
@@ -216,7 +232,10 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     def nbytes(self) -> int:
         """Bytes held for keys and values: packed pages, exact windows, tables, stock layers."""
-        return self.pages.nbytes() + sum(_held(layer) for layer in self._stock_layers())
+        held = sum(layer.held_bytes() for layer in self._packed)
+        return (
+            self.pages.nbytes() + held + sum(_stock_bytes(layer) for layer in self._stock_layers())
+        )
 
     def bits_per_element(self, window_bytes: int | None = None) -> float:
         """Bits actually held per cached element of the packed layers, slack and tables included.
@@ -243,6 +262,28 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
         self.store.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.seen = 0
+        self._held: list[tuple[Tensor, Tensor, Tensor]] = []  # keys, values, history slots
+
+    def hold(self, k: Tensor, v: Tensor, step: Step) -> None:
+        """Store one token's exact copies now, and its codes with those of the next few."""
+        nowhere = torch.full_like(step.history_slots, -1)
+        self.cache.backend.write(k, v, nowhere, step.window_slots, self.store)
+        self._held.append((k, v, step.history_slots))
+        if len(self._held) >= self.cache.backend.write_batch:
+            self.pack_held()
+
+    def pack_held(self) -> None:
+        """Pack the tokens whose codes are still to be written."""
+        if self._held:
+            k, v, slots = (torch.cat(parts) for parts in zip(*self._held, strict=True))
+            self.cache.backend.write(k, v, slots, torch.full_like(slots, -1), self.store)
+            self._held.clear()
+
+    def forget_held(self) -> None:
+        self._held.clear()
+
+    def held_bytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v, _ in self._held)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -310,7 +351,11 @@ class _Handle(AttentionHandle):
         layer, cache = self.layer, self.layer.cache
         store, (batch, _, new, _) = layer.store, query.shape
         q, k, v = (real_tokens(x, cache.padding, layer.seen) for x in (query, self.k, self.v))
-        cache.backend.write(k, v, step.history_slots, step.window_slots, store)
+        if cache.holds_back(new):
+            layer.hold(k, v, step)
+        else:
+            layer.pack_held()
+            cache.backend.write(k, v, step.history_slots, step.window_slots, store)
 
         # Where every key is exact, do what the stock cache would do, to the bit.
         first = layer.seen == new
@@ -376,7 +421,7 @@ def _recent(recipe: Recipe) -> int:
     return 1 << 30 if recipe.exact else recipe.recent
 
 
-def _held(layer: CacheLayerMixin) -> int:
+def _stock_bytes(layer: CacheLayerMixin) -> int:
     """Bytes of a stock layer; a sliding one may show a window of more than that."""
     held: list[Any] = []
     for value in vars(layer).values():
