@@ -1,5 +1,6 @@
 """Codes of single tokens are written several steps at once; nothing may tell."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -84,3 +85,15 @@ def test_short_windows_are_not_held_back() -> None:
     cache = OscarCache(model, tiny.calibrated())
     assert cache.recipe.recent < 2 * cache.backend.write_batch
     assert not cache.holds_back(1)
+
+
+def test_a_deep_copy_goes_its_own_way(attached: tuple[Any, Artifact]) -> None:
+    """How Transformers users share a prompt's cache between chats."""
+    model, _ = attached
+    ids = tiny.tokens(1, 90)
+    cache = make(attached, True)
+    tiny.decode_logits(model, ids[:, :60], cache, 50)
+    other = copy.deepcopy(cache)
+    first = tiny.decode_logits(model, ids[:, 60:], cache, 1)
+    assert torch.equal(tiny.decode_logits(model, ids[:, 60:], other, 1), first)
+    assert_same(other, cache)
