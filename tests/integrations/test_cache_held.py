@@ -31,7 +31,8 @@ def history(cache: OscarCache) -> list[torch.Tensor]:
 
 
 def assert_same(found: OscarCache, expected: OscarCache) -> None:
-    found._pack_held()
+    for cache in (found, expected):
+        cache._pack_held()
     assert found.pages.lengths == expected.pages.lengths
     for ours, theirs in zip(history(found), history(expected), strict=True):
         assert torch.equal(ours, theirs)
