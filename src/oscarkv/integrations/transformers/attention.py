@@ -33,6 +33,10 @@ class LazyMask:
         self._arguments = arguments
         self._masks: dict[int, Tensor | None] = {}
 
+    def contiguous(self) -> LazyMask:
+        """generate() asks this of masks it made for a static cache."""
+        return self
+
     def dense(self, keys: int) -> Tensor | None:
         """The mask over the last `keys` keys: layers of one kind share a mask, but a packed one
         shows all its keys where a stock sliding one shows its window."""
