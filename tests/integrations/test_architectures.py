@@ -163,5 +163,5 @@ def test_soft_caps_are_refused() -> None:
         max_position_embeddings=1024,
         layer_types=["full_attention"] * 2,
     )
-    with pytest.raises(UnsupportedModelError, match="caps its logits|no SDPA for it"):
+    with pytest.raises(UnsupportedModelError, match=r"caps its logits|no SDPA for it"):
         tiny.quick_calibrate(transformers.Gemma2ForCausalLM(config).eval())
