@@ -45,6 +45,7 @@ def test_8192_tokens_take_three_bits(chunk: int) -> None:
     cache = OscarCache(model, artifact)
     feed(model, cache, 8192, chunk)
     assert cache.pages.layers[0].window.dtype == torch.bfloat16
+    print(f"\n8192 tokens in chunks of {chunk}: {cache.bits_per_element():.3f} bits an element")
     assert cache.bits_per_element() == cache.bits_per_element(2) <= 3.0
     # No less than what must be there: codes, parameters and the windows.
     assert cache.bits_per_element() >= artifact.recipe.bits(64, 8192)

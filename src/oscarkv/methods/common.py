@@ -6,7 +6,23 @@ from typing import Literal
 
 from torch import Tensor
 
+from oscarkv.recipe import Recipe
+
 Side = Literal["key", "value"]
+
+
+#: The published recipes' common ground: min/max ranges with 16-bit parameters, and no means.
+PUBLISHED = Recipe(
+    name="published",
+    key_transform="identity",
+    value_transform="identity",
+    parameters="fp16",
+    center=False,
+    average_positions=False,
+    fit="minmax",
+    key_gain=0.0,
+    value_gain=0.0,
+)
 
 
 def per_layer(matrices: Tensor, per_head: bool) -> Tensor:

@@ -8,24 +8,13 @@ from torch import Tensor
 from oscarkv.calibration.statistics import LayerStatistics
 from oscarkv.linalg import hadamard
 from oscarkv.methods import transform
-from oscarkv.methods.common import Side
+from oscarkv.methods.common import PUBLISHED, Side
 from oscarkv.recipe import EXACT_BITS, Recipe
 
-_PLAIN = Recipe(
-    name="naive-int2",
-    key_transform="identity",
-    value_transform="identity",
-    parameters="fp16",
-    center=False,
-    average_positions=False,
-    fit="minmax",
-    key_gain=0.0,
-    value_gain=0.0,
-)
 PRESETS = (
-    _PLAIN,
-    _PLAIN.replace(name="quarot-int2", key_transform="hadamard", value_transform="hadamard"),
-    _PLAIN.replace(name="bf16", key_bits=EXACT_BITS, value_bits=EXACT_BITS),
+    PUBLISHED.replace(name="naive-int2"),
+    PUBLISHED.replace(name="quarot-int2", key_transform="hadamard", value_transform="hadamard"),
+    PUBLISHED.replace(name="bf16", key_bits=EXACT_BITS, value_bits=EXACT_BITS),
 )
 
 

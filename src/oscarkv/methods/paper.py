@@ -13,10 +13,10 @@ from torch import Tensor
 from oscarkv.calibration.statistics import LayerStatistics
 from oscarkv.linalg import bit_reversal, hadamard, symmetric
 from oscarkv.methods import transform
-from oscarkv.methods.common import Side, per_layer
+from oscarkv.methods.common import PUBLISHED, Side, per_layer
 from oscarkv.recipe import Recipe
 
-_PAPER = Recipe(
+_PAPER = PUBLISHED.replace(
     name="paper",
     key_transform="rotation",
     value_transform="rotation",
@@ -24,14 +24,8 @@ _PAPER = Recipe(
     key_target="queries",
     value_target="diag-scores",
     per_head=False,
-    center=False,
-    average_positions=False,
-    parameters="fp16",
-    fit="minmax",
     key_clip=0.96,
     value_clip=0.92,
-    key_gain=0.0,
-    value_gain=0.0,
 )
 PRESETS = (
     _PAPER,

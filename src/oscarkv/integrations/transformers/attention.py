@@ -6,6 +6,7 @@ anything else (stock caches, no cache) goes to SDPA, so an attached model still 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,13 +57,13 @@ def make_mask(**arguments: Any) -> LazyMask:
     return mask if isinstance(mask, LazyMask) else LazyMask(**arguments)
 
 
-class AttentionHandle:
+class AttentionHandle(ABC):
     """What an OscarCache layer returns in place of keys: it will write and attend."""
 
+    @abstractmethod
     def attend(
         self, module: nn.Module, query: Tensor, mask: LazyMask | Tensor | None, **arguments: Any
-    ) -> Tensor:
-        raise NotImplementedError
+    ) -> Tensor: ...
 
     def __getattr__(self, name: str) -> Any:
         # Another attention function took this for keys.
