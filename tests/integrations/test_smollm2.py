@@ -87,8 +87,8 @@ def test_decoding_is_at_least_half_as_fast(
             if step >= 4:
                 times[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, values in times.items():
-        print(
-            f"\n{name}: {1e3 * medians[name]:.0f} ms median, {1e3 * statistics.mean(values):.0f} mean"
-        )
+    means = {name: statistics.mean(values) for name, values in times.items()}
+    for name in times:
+        print(f"\n{name}: {1e3 * medians[name]:.0f} ms median, {1e3 * means[name]:.0f} ms mean")
     assert medians["ours"] <= 2 * medians["stock"]
+    assert means["ours"] <= 2 * means["stock"]
