@@ -3,7 +3,7 @@
 Tokens of all sequences of a step lie one after the other: q is [tokens, query heads, d], k and v
 are [tokens, KV heads, d], and `query_start_loc` says where each sequence's tokens begin. A step is
 
-    backend.plan(seq_lens, query_start_loc, history_table, window_table, strict)
+    backend.plan(seq_lens, query_start_loc, history_table, window_table, strict, max_query_len)
     for every layer:
         backend.write(k, v, history_slots, window_slots, layer)
         backend.decode(q, layer, out)            # or prefill(q, k, v, layer, out)
@@ -81,10 +81,15 @@ class AttentionBackend(Protocol):
         history_table: Tensor,
         window_table: Tensor,
         strict: bool = False,
+        max_query_len: int | None = None,
     ) -> None:
         """Take a step's batch: lengths after this step's tokens, int32 [B]; first token of each
         sequence, int32 [B + 1]; page of each P tokens, int32 [B, n]; window page of each 16
-        positions, int32 [B, m], 0 where there is none."""
+        positions, int32 [B, m], 0 where there is none. A sequence without new tokens is padding.
+
+        `max_query_len`, if given, is at least the longest sequence's number of new tokens: a
+        backend that needs it then need not wait for the device. The tensors are kept, not copied:
+        a captured graph that is replayed reads what they hold then."""
 
     def write(
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache

@@ -79,6 +79,7 @@ class TorchBackend:
         history_table: Tensor,
         window_table: Tensor,
         strict: bool = False,
+        max_query_len: int | None = None,
     ) -> None:
         lengths, starts = seq_lens.tolist(), query_start_loc.tolist()
         query_lens = [b - a for a, b in itertools.pairwise(starts)]
