@@ -1,0 +1,982 @@
+// Attention of a few new tokens per sequence over packed history and exact windows: one launch.
+//
+// Further macros: ROW_GROUPS (1, 2 or 4: query rows of a block in fours), CHUNK (tiles of 16 tokens
+// that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM, SOFT_CAP.
+//
+// Work is cut into equal shares, not into sequences. A "pair" is one (sequence, KV head, block of
+// query rows); its work is a line of units: first its window tiles (WINDOW_COST units each), then
+// its history chunks (CHUNK units each). All pairs' lines lie one after the other, and block c of
+// the grid does what begins in units c share .. (c + 1) share. A pair that lies within one block is
+// finished there; otherwise every block leaves a partial result, and the last one to arrive adds
+// them up in the order of the line, so that two runs give the same bits.
+//
+// History tiles, in registers only (why: docs/how-it-works.md, kernels):
+// - Keys: codes are the A operand of byte products, four to a register by one AND (an IMAD brings
+//   the slot to the top of its byte). The transformed query is a 16-bit integer, its high and low
+//   bytes two neighbouring columns of B. A lane gets both sums of one row and adds them in float.
+// - Values: codes are read as float16 SUBNORMALS, two to a register by one AND: c 4^j 2^-24, exact.
+//   Weights p s are float16, kept in range by the running reference m of each row.
+
+constexpr int ROWS = 4 * ROW_GROUPS;
+constexpr int COLUMN_TILES = (ROW_GROUPS + 1) / 2;
+constexpr int THREADS = 32 * WARPS;
+constexpr int TILES_PER_PAGE = PAGE / TILE;
+constexpr int CHUNKS_PER_PAGE = (TILES_PER_PAGE + CHUNK - 1) / CHUNK;  // the last may be shorter
+constexpr int CODE_BYTES = TILE * 4 * WORDS;  // of a tile, one side
+constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
+constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
+constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
+constexpr int WINDOW_COST = (64 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;
+constexpr int SMALLEST_SHARE = 4 * WARPS;  // more than any single cost
+constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
+constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
+constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
+constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
+constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
+constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
+constexpr float WEIGHT_LIMIT = 4096.0f;  // p s above this (float16 ends at 65504) moves m
+constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
+constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
+
+struct Arguments {
+    const u16* q;
+    u16* out;
+    const u8* history;
+    const u16* window;
+    const int* seq_lens;
+    const int* query_start;
+    const int* history_table;
+    const int* window_table;
+    int* schedule;
+    int* arrivals;
+    float* partial;
+    const float* query_matrix;
+    const float* key_mean;
+    const float* value_inverse;
+    const float* value_mean;
+    const int* exponents;
+    i64 q_token, q_head, out_token, out_head;  // strides in elements
+    i64 history_page, history_head;            // in bytes
+    i64 window_page, window_head;              // in elements
+    int history_columns, window_columns;
+    int batch, kv_heads, group, row_blocks, sink, recent, sliding;
+    float scale, soft_cap;
+    u32 one;
+};
+
+// -- what a sequence has to do -------------------------------------------------------------------
+
+struct Sequence {
+    int length, tokens;            // after the step; new ones
+    int first_chunk, chunks;       // of the history
+    int sink_tiles, first_recent, window_tiles;
+    int units, row_blocks;         // of one (head, block of rows); blocks of rows
+};
+
+DEVICE int chunk_of(int position) {
+    return position / PAGE * CHUNKS_PER_PAGE + position % PAGE / (CHUNK * TILE);
+}
+
+DEVICE Sequence describe(const Arguments& a, int b) {
+    Sequence s;
+    s.length = a.seq_lens[b];
+    s.tokens = a.query_start[b + 1] - a.query_start[b];
+    s.units = s.row_blocks = s.chunks = s.window_tiles = 0;
+    if (s.tokens <= 0 || s.length < s.tokens) return s;
+    const int first = s.length - s.tokens;  // position of the first new token
+    int oldest = a.sink;
+    if (first - a.sliding + 1 > oldest) oldest = first - a.sliding + 1;
+    const int newest = s.length - 1 - a.recent;
+    s.first_chunk = chunk_of(oldest);
+    if (newest >= oldest) s.chunks = chunk_of(newest) - s.first_chunk + 1;
+    const int columns = (s.length + WINDOW_ROWS - 1) / WINDOW_ROWS;
+    s.sink_tiles = (a.sink + WINDOW_ROWS - 1) / WINDOW_ROWS;
+    if (s.sink_tiles > columns) s.sink_tiles = columns;
+    const int recent = first - a.recent + 1;
+    s.first_recent = recent > 0 ? recent / WINDOW_ROWS : 0;
+    if (s.first_recent < s.sink_tiles) s.first_recent = s.sink_tiles;
+    s.window_tiles = s.sink_tiles + (columns > s.first_recent ? columns - s.first_recent : 0);
+    s.units = s.window_tiles * WINDOW_COST + s.chunks * CHUNK;
+    s.row_blocks = (s.tokens * a.group + ROWS - 1) / ROWS;
+    return s;
+}
+
+// schedule: [0] share, [1] total, [2 ..] where each sequence's units begin (batch + 1 numbers),
+// then the sequence that each block begins in. One block, once per step and geometry.
+extern "C" __global__ void __launch_bounds__(256) oscar_schedule(Arguments a, int blocks) {
+    __shared__ int sums[256];
+    int* starts = a.schedule + 2;
+    int before = 0;
+    for (int base = 0; base < a.batch; base += 256) {
+        const int b = base + threadIdx.x;
+        int units = 0;
+        if (b < a.batch) {
+            const Sequence s = describe(a, b);
+            units = s.units * s.row_blocks * a.kv_heads;
+        }
+        sums[threadIdx.x] = units;
+        for (int step = 1; step < 256; step *= 2) {
+            __syncthreads();
+            const int left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+            __syncthreads();
+            sums[threadIdx.x] += left;
+        }
+        __syncthreads();
+        if (b < a.batch) starts[b] = before + sums[threadIdx.x] - units;
+        before += sums[255];
+        __syncthreads();
+    }
+    int share = (before + blocks - 1) / blocks;
+    if (share < SMALLEST_SHARE) share = SMALLEST_SHARE;
+    if (threadIdx.x == 0) {
+        a.schedule[0] = share;
+        a.schedule[1] = before;
+        starts[a.batch] = before;
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < blocks; c += 256) {
+        int low = 0, high = a.batch - 1;  // the last sequence that begins at or before c share
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (starts[middle] <= c * share) low = middle; else high = middle - 1;
+        }
+        starts[a.batch + 1 + c] = low;
+    }
+}
+
+// -- shared memory -------------------------------------------------------------------------------
+
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+constexpr int MERGE_BYTES = WARPS * ROWS * STRIDE * 4;
+constexpr int WORK_BYTES = (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES);
+constexpr int SCRATCH_BYTES = THREADS * 64;
+
+struct Shared {
+    alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, or warps' results
+    alignas(16) u8 scratch[SCRATCH_BYTES];  // partial sums of a row times a matrix
+    float q[ROWS][STRIDE];                // as given
+    float history[ROWS][STRIDE];          // first the transformed queries, then sums of values
+    float window[ROWS][STRIDE];
+    u32 key_parts[ROW_GROUPS][KEY_PARTS][32];  // the transformed queries' bytes, as B fragments
+    float product_scale[ROWS], offset_scale[ROWS][GROUPS], mean_logit[ROWS];
+    float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
+    float m[2][ROWS], l[2][ROWS];         // history, windows
+    int last;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
+
+// rows[r][:] times matrix [HEAD_DIM][HEAD_DIM], four rows at a time; use(r, channel, sum) gets each.
+template <class Rows, class Use>
+DEVICE void times_matrix(const Rows& rows, const float* matrix, int count, u8* scratch, Use use) {
+    constexpr int QUADS = HEAD_DIM / 4;
+    constexpr int SPLITS = THREADS / QUADS;  // parts of the inner dimension
+    constexpr int DEPTH = (HEAD_DIM + SPLITS - 1) / SPLITS;
+    constexpr int BATCH = DEPTH < 16 ? DEPTH : 16;
+    float* sums = (float*)scratch;  // [SPLITS][4][HEAD_DIM]
+    const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
+    for (int r0 = 0; r0 < count; r0 += 4) {
+        float acc[4][4] = {};
+        if (split < SPLITS) {
+            for (int k0 = 0; k0 < DEPTH; k0 += BATCH) {
+                Quad m[BATCH];
+                UNROLL for (int i = 0; i < BATCH; i++) {
+                    const int k = split * DEPTH + k0 + i;
+                    m[i] = k < HEAD_DIM && k0 + i < DEPTH
+                        ? load_quad(matrix + k * HEAD_DIM + 4 * quad) : Quad{0, 0, 0, 0};
+                }
+                UNROLL for (int i = 0; i < BATCH; i++) {
+                    const int k = split * DEPTH + k0 + i;
+                    if (k >= HEAD_DIM || k0 + i >= DEPTH) break;
+                    UNROLL for (int r = 0; r < 4; r++) {
+                        const float x = rows[r0 + r][k];
+                        acc[r][0] += x * as_float(m[i].x);
+                        acc[r][1] += x * as_float(m[i].y);
+                        acc[r][2] += x * as_float(m[i].z);
+                        acc[r][3] += x * as_float(m[i].w);
+                    }
+                }
+            }
+            UNROLL for (int r = 0; r < 4; r++) {
+                *(Float4*)&sums[(split * 4 + r) * HEAD_DIM + 4 * quad] =
+                    Float4{acc[r][0], acc[r][1], acc[r][2], acc[r][3]};
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < 4 * HEAD_DIM; i += THREADS) {
+            const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+            float sum = 0;
+            UNROLL for (int s = 0; s < SPLITS; s++) sum += sums[(s * 4 + r) * HEAD_DIM + c];
+            use(r0 + r, c, sum);
+        }
+        __syncthreads();
+    }
+}
+
+DEVICE float warp_sum(float x) {
+    UNROLL for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(ALL, x, lane);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+    UNROLL for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, lane));
+    return x;
+}
+
+// Over the eight lanes that hold tokens of one row.
+DEVICE float tokens_sum(float x) {
+    UNROLL for (int lane = 4; lane < 32; lane *= 2) x += __shfl_xor_sync(ALL, x, lane);
+    return x;
+}
+
+DEVICE float tokens_max(float x) {
+    UNROLL for (int lane = 4; lane < 32; lane *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, lane));
+    return x;
+}
+
+DEVICE float capped(float logit, float cap) {  // cap tanh(logit / cap), logits in units of log 2
+    const float u = exp2_approx(logit * (2.0f / cap));
+    return cap * LOG2E * (1.0f - 2.0f / (u + 1.0f));
+}
+
+// -- a piece: part of one pair's line, done by one block ------------------------------------------
+
+struct Piece {
+    int sequence, head, row_block, rows;   // rows: how many of the block's rows exist
+    int first;                             // position of the sequence's first new token
+    int window_begin, window_end, history_begin, history_end;  // tiles, chunks
+};
+
+// The block's query rows into shared memory.
+DEVICE void load_queries(const Arguments& a, const Piece& p, Shared& s) {
+    const int start = a.query_start[p.sequence];
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+        float x = 0;
+        if (r < p.rows) {
+            const int row = p.row_block * ROWS + r;
+            const i64 at = (start + row / a.group) * a.q_token
+                + (p.head * a.group + row % a.group) * a.q_head + c;
+            x = load_activation(a.q[at]);
+        }
+        s.q[r][c] = x;
+    }
+}
+
+// Transform the queries, split them into bytes, and note the constants of each row.
+DEVICE void prepare_queries(const Arguments& a, const Piece& p, Shared& s) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    times_matrix(s.q, a.query_matrix + (i64)p.head * HEAD_DIM * HEAD_DIM, ROWS, s.scratch,
+                 [&](int r, int c, float sum) { s.history[r][c] = sum; });
+    const float scale = a.scale * LOG2E;
+    for (int r = warp; r < ROWS; r += WARPS) {
+        float top = 0, mean = 0, sums[GROUPS] = {};
+        for (int c = lane; c < HEAD_DIM; c += 32) {
+            const float x = s.history[r][c];
+            top = fmaxf(top, fabsf(x));
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
+            mean += s.q[r][c] * a.key_mean[p.head * HEAD_DIM + c];
+        }
+        top = warp_max(top);
+        mean = warp_sum(mean);
+        UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
+        if (lane == 0) {
+            s.product_scale[r] = top * (1.0f / 32512.0f);
+            s.mean_logit[r] = mean * scale;
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                s.offset_scale[r][group] = sums[group] * scale;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROW_GROUPS * KEY_PARTS * 32; i += THREADS) {
+        const int l = i % 32, g = l / 4, t = l % 4;
+        const int part = i / 32 % KEY_PARTS, rows = i / (32 * KEY_PARTS);
+        const int r = 4 * rows + g / 2;
+        const int slot = part / LANE_WORDS, word = t * LANE_WORDS + part % LANE_WORDS;
+        const float unit = s.product_scale[r] > 0 ? 1.0f / s.product_scale[r] : 0.0f;
+        u32 bytes = 0;
+        UNROLL for (int byte = 0; byte < 4; byte++) {
+            const int channel = (2 * (4 * (byte & 1) + slot) + byte / 2) * WORDS + word;
+            if (!EXACT_WORDS && word >= WORDS) continue;
+            const int x = __float2int_rn(s.history[r][channel] * unit);
+            const int high = (x + 128) >> 8;
+            const int digit = g & 1 ? x - 256 * high : high;
+            bytes |= (u32)(digit & 0xff) << (8 * byte);
+        }
+        s.key_parts[rows][part][l] = bytes;
+    }
+    __syncthreads();
+}
+
+// Add up the warps' results of one kind (0 history, 1 windows) into s.history or s.window.
+template <int TILES, class Channel>
+DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4],
+                        const float (&m)[ROW_GROUPS], const float (&l)[ROW_GROUPS],
+                        Channel channel) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+        const float sum = tokens_sum(l[rows]);
+        if (g == 0) {
+            s.warp_m[warp][4 * rows + t] = m[rows];
+            s.warp_l[warp][4 * rows + t] = sum;
+        }
+    }
+    __syncthreads();  // also: every warp is done with the ring
+    float* buffer = (float*)s.work + warp * ROWS * STRIDE;
+    UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+        const int r = 4 * rows + t;
+        float top = s.warp_m[0][r];
+        UNROLL for (int w = 1; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
+        const float factor = exp2_approx(m[rows] - top);
+        UNROLL for (int tile = 0; tile < TILES; tile++) {
+            UNROLL for (int half = 0; half < 2; half++) {
+                const int c = channel(tile, g, half);
+                if (c >= 0) buffer[r * STRIDE + c] = out[rows / 2][tile][2 * half + rows % 2] * factor;
+            }
+        }
+    }
+    if (threadIdx.x < ROWS) {
+        const int r = threadIdx.x;
+        float top = NOTHING, sum = 0;
+        for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
+        for (int w = 0; w < WARPS; w++) sum += s.warp_l[w][r] * exp2_approx(s.warp_m[w][r] - top);
+        s.m[kind][r] = top;
+        s.l[kind][r] = sum;
+    }
+    __syncthreads();
+    float (*result)[STRIDE] = kind ? s.window : s.history;
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+        float sum = 0;
+        UNROLL for (int w = 0; w < WARPS; w++) sum += ((float*)s.work)[(w * ROWS + r) * STRIDE + c];
+        if (kind == 0) {
+            const int group = GROUPS == 1 ? 0 : c / (HEAD_DIM / GROUPS);
+            for (int w = 0; w < WARPS; w++)
+                sum += s.warp_lo[w][r][group] * exp2_approx(s.warp_m[w][r] - s.m[0][r]);
+        }
+        result[r][c] = sum;
+    }
+    __syncthreads();
+}
+
+// -- windows ---------------------------------------------------------------------------------------
+
+DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    float out[COLUMN_TILES][WINDOW_TILES][4] = {};
+    float m[ROW_GROUPS], l[ROW_GROUPS];
+    int position[ROW_GROUPS];  // of the lane's query rows
+    UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+        m[rows] = NOTHING;
+        l[rows] = 0;
+        const int r = 4 * rows + t;
+        position[rows] = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
+    }
+    u32 query[COLUMN_TILES][WINDOW_CHUNKS][4];  // B fragments: column g is row 4 (g & 1) + g / 2
+    UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
+        const int rows = 2 * n + (g & 1);
+        UNROLL for (int chunk = 0; chunk < WINDOW_CHUNKS; chunk++) {
+            UNROLL for (int i = 0; i < 4; i++) {
+                const int c = 32 * chunk + 8 * t + 2 * i;
+                const bool there = rows < ROW_GROUPS && c < HEAD_DIM;
+                const float* row = s.q[there ? 4 * rows + g / 2 : 0];
+                query[n][chunk][i] = there ? pack_activation(row[c], row[c + 1]) : 0;
+            }
+        }
+    }
+    const int last = q.length - 1;
+    for (int tile = p.window_begin + warp; tile < p.window_end; tile += WARPS) {
+        const int column = tile < q.sink_tiles ? tile : q.first_recent + tile - q.sink_tiles;
+        const int page = a.window_table[(i64)p.sequence * a.window_columns + column];
+        if (page == 0) continue;
+        const u16* keys = a.window + page * a.window_page + p.head * a.window_head;
+        const u16* values = keys + WINDOW_ROWS * HEAD_DIM;
+        const int start = column * WINDOW_ROWS;
+        const Quad zero = {0, 0, 0, 0};
+
+        float logits[COLUMN_TILES][4] = {};
+        UNROLL for (int chunk = 0; chunk < WINDOW_CHUNKS; chunk++) {
+            const int c = 32 * chunk + 8 * t;
+            const bool there = HEAD_DIM % 32 == 0 || c < HEAD_DIM;
+            const Quad k0 = there ? load_quad(keys + g * HEAD_DIM + c) : zero;
+            const Quad k1 = there ? load_quad(keys + (g + 8) * HEAD_DIM + c) : zero;
+            UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
+                u32 (&b)[4] = query[n][chunk];
+                mma_activation(logits[n], k0.x, k1.x, k0.y, k1.y, b[0], b[1]);
+                mma_activation(logits[n], k0.z, k1.z, k0.w, k1.w, b[2], b[3]);
+            }
+        }
+        float weight[ROW_GROUPS][2];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            const int at = position[rows];
+            UNROLL for (int i = 0; i < 2; i++) {
+                const int j = start + g + 8 * i;
+                float x = logits[rows / 2][2 * i + rows % 2] * (a.scale * LOG2E);
+                if (SOFT_CAP) x = capped(x, a.soft_cap);
+                const bool seen = (j < a.sink || j > at - a.recent) && j <= at && j > at - a.sliding;
+                weight[rows][i] = seen ? x : -INFINITE;
+            }
+            const float top = fmaxf(m[rows], tokens_max(fmaxf(weight[rows][0], weight[rows][1])));
+            const float factor = exp2_approx(m[rows] - top);
+            m[rows] = top;
+            l[rows] *= factor;
+            UNROLL for (int w = 0; w < WINDOW_TILES; w++) {
+                out[rows / 2][w][rows % 2] *= factor;
+                out[rows / 2][w][2 + rows % 2] *= factor;
+            }
+            UNROLL for (int i = 0; i < 2; i++) {
+                weight[rows][i] = exp2_approx(weight[rows][i] - top);
+                l[rows] += weight[rows][i];
+            }
+        }
+        // Weights as a sum of two activations each: their rounding would be the largest error.
+        u32 b_high[COLUMN_TILES][2], b_low[COLUMN_TILES][2];
+        UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                const float even = weight[2 * n][i];
+                const float odd = 2 * n + 1 < ROW_GROUPS ? weight[(2 * n + 1) % ROW_GROUPS][i] : 0.0f;
+                const u32 high = pack_activation(even, odd);
+                const u32 low = pack_activation(even - low_activation(high), odd - high_activation(high));
+                b_high[n][i] = transpose_8x8(high);
+                b_low[n][i] = transpose_8x8(low);
+            }
+        }
+        UNROLL for (int block = 0; block < WINDOW_TILES / 4; block++) {
+            u32 v[4][4];  // tokens 2t, 2t+1, 2t+8, 2t+9: eight channels each
+            UNROLL for (int i = 0; i < 4; i++) {
+                const int token = 2 * t + (i & 1) + 8 * (i >> 1);
+                const int j = start + token, c = 64 * block + 8 * g;
+                const bool written = j <= last && (j < a.sink || j > p.first - a.recent);
+                const bool there = written && (HEAD_DIM % 64 == 0 || c < HEAD_DIM);
+                const Quad x = there ? load_quad(values + token * HEAD_DIM + c) : zero;
+                v[i][0] = x.x; v[i][1] = x.y; v[i][2] = x.z; v[i][3] = x.w;
+            }
+            UNROLL for (int i = 0; i < 4; i++) {
+                const u32 select = i & 1 ? 0x7632 : 0x5410;
+                const u32 a0 = permute_bytes(v[0][i / 2], v[1][i / 2], select);
+                const u32 a1 = permute_bytes(v[0][2 + i / 2], v[1][2 + i / 2], select);
+                const u32 a2 = permute_bytes(v[2][i / 2], v[3][i / 2], select);
+                const u32 a3 = permute_bytes(v[2][2 + i / 2], v[3][2 + i / 2], select);
+                UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
+                    float (&d)[4] = out[n][4 * block + i];
+                    mma_activation(d, a0, a1, a2, a3, b_high[n][0], b_high[n][1]);
+                    mma_activation(d, a0, a1, a2, a3, b_low[n][0], b_low[n][1]);
+                }
+            }
+        }
+    }
+    merge_warps<WINDOW_TILES>(s, 1, out, m, l, [](int tile, int g, int half) {
+        const int c = 64 * (tile / 4) + 8 * g + 4 * half + tile % 4;
+        return HEAD_DIM % 64 == 0 || c < HEAD_DIM ? c : -1;
+    });
+}
+
+// -- history ---------------------------------------------------------------------------------------
+
+// A warp's own ring of chunks, and the pages they come from.
+struct Ring {
+    const Arguments& a;
+    const u8* base;    // the head's bytes of page 0
+    const int* table;  // the sequence's pages
+    int first, count;  // the warp's first chunk, and how many it has; they are WARPS apart
+    u32 shared;        // of its first stage
+    int pages, next_pages;  // lane i: page of chunk (32 n + i), of (32 (n + 1) + i)
+
+    DEVICE int page_of(int index) const {
+        return index < count ? table[(first + index * WARPS) / CHUNKS_PER_PAGE] : 0;
+    }
+
+    DEVICE void open() {
+        const int lane = threadIdx.x % 32;
+        pages = page_of(lane);
+        next_pages = count > 32 ? page_of(32 + lane) : 0;
+    }
+
+    static DEVICE int tiles_of(int chunk) {  // how many tiles it has
+        if (TILES_PER_PAGE % CHUNK == 0) return CHUNK;
+        const int left = TILES_PER_PAGE - chunk % CHUNKS_PER_PAGE * CHUNK;
+        return left < CHUNK ? left : CHUNK;
+    }
+
+    static DEVICE int position_of(int chunk) {
+        if (TILES_PER_PAGE % CHUNK == 0) return chunk * (CHUNK * TILE);
+        return chunk / CHUNKS_PER_PAGE * PAGE + chunk % CHUNKS_PER_PAGE * (CHUNK * TILE);
+    }
+
+    // Stage: K codes, V codes, K parameters, V parameters of the chunk's tokens.
+    DEVICE void fetch(int index, int stage) {
+        const int lane = threadIdx.x % 32;
+        const int page = __shfl_sync(ALL, pages, index & 31);
+        if (index < count) {
+            const int chunk = first + index * WARPS, sub = chunk % CHUNKS_PER_PAGE * CHUNK;
+            const int tiles = tiles_of(chunk);
+            const u8* from = base + page * a.history_page + sub * CODE_BYTES + 16 * lane;
+            const u32 to = shared + stage * STAGE_BYTES + 16 * lane;
+            UNROLL for (int i = 0; i < CHUNK * CODE_BYTES; i += 512) {
+                if (i + 16 * lane < tiles * CODE_BYTES) {
+                    copy_async(to + i, from + i);
+                    copy_async(to + CHUNK * CODE_BYTES + i, from + VALUE_CODES + i);
+                }
+            }
+            from = base + page * a.history_page + KEY_PARAMETERS + sub * STORED_BYTES;
+            UNROLL for (int i = 0; i < 2 * CHUNK * STORED_BYTES; i += 512) {
+                const int at = i + 16 * lane, side = at >= CHUNK * STORED_BYTES;
+                const int within = at - side * CHUNK * STORED_BYTES;
+                if (within < tiles * STORED_BYTES && at < 2 * CHUNK * STORED_BYTES)
+                    copy_async(to - 16 * lane + 2 * CHUNK * CODE_BYTES + at,
+                               from + side * (PAGE * PARAMETER_BYTES) + within);
+            }
+        }
+        commit_copies();
+        if ((index & 31) == 31) {
+            pages = next_pages;
+            next_pages = page_of(index + 33 + lane);
+        }
+    }
+};
+
+// s and lo of one token and group.
+struct Grid { float s, lo; };
+DEVICE Grid read_parameters(const u8* stored, int token, int group, float exponent) {
+#if PARAMETERS == 0
+    const u32 x = *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
+    return {half_to_float((u16)(x & 0xffff)), half_to_float((u16)(x >> 16))};
+#elif PARAMETERS == 1
+    const u32 x = *(const u16*)(stored + token * PARAMETER_BYTES + 2 * group);
+    const float s = exp2_approx((float)(x & 0xff) * 0.0625f + exponent);
+    return {s, s * ((float)(int)(signed char)(x >> 8) * 0.03125f)};
+#else
+    const u32 x = stored[token * PARAMETER_BYTES + group];
+    const float s = exp2_approx((float)x * 0.0625f + exponent);
+    return {s, -1.5f * s};
+#endif
+}
+
+// The group of slot p: groups are runs of slots, whatever the half and the word.
+DEVICE constexpr int group_of_slot(int p) { return p * GROUPS / 8; }
+
+struct History {
+    float out[COLUMN_TILES][ROW_TILES][4] = {};
+    float m[ROW_GROUPS], l[ROW_GROUPS], lo[ROW_GROUPS][GROUPS];
+    u32 query[ROW_GROUPS][KEY_PARTS];
+    float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS], mean[ROW_GROUPS];
+    int newest[ROW_GROUPS], oldest[ROW_GROUPS];
+    float key_exponent, value_exponent;
+    u32 shift[4];  // 4^(3 - j): brings slot j of a byte to its top; opaque, so that IMAD does it
+
+    DEVICE void open(const Arguments& a, const Piece& p, const Shared& s) {
+        const int lane = threadIdx.x % 32, t = lane % 4;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            const int r = 4 * rows + t;
+            m[rows] = NOTHING;
+            l[rows] = 0;
+            UNROLL for (int k = 0; k < KEY_PARTS; k++) query[rows][k] = s.key_parts[rows][k][lane];
+            product[rows] = s.product_scale[r] * (a.scale * LOG2E / 64.0f);
+            mean[rows] = s.mean_logit[r];
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                lo[rows][group] = 0;
+                offset[rows][group] = s.offset_scale[r][group];
+            }
+            const int at = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
+            newest[rows] = at - a.recent;
+            oldest[rows] = at - a.sliding + 1 > a.sink ? at - a.sliding + 1 : a.sink;
+        }
+        if (PARAMETERS) {
+            key_exponent = (float)a.exponents[p.head];
+            value_exponent = (float)a.exponents[a.kv_heads + p.head];
+        }
+        shift[0] = 64 * a.one;
+        shift[1] = 16 * a.one;
+        shift[2] = 4 * a.one;
+    }
+
+    // One tile of a stage: 16 tokens from position `start` on.
+    template <bool MASKED>
+    DEVICE void read(const u8* stage, int tile, int start, float soft_cap) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u8* key_codes = stage + tile * CODE_BYTES;
+        const u8* value_codes = key_codes + CHUNK * CODE_BYTES;
+        const u8* key_stored = stage + 2 * CHUNK * CODE_BYTES + tile * STORED_BYTES;
+        const u8* value_stored = key_stored + CHUNK * STORED_BYTES;
+
+        // q' . c, for tokens g and g + 8
+        u32 words[2][LANE_WORDS];
+        UNROLL for (int i = 0; i < 2; i++) {
+            const u32* row = (const u32*)(key_codes + (g + 8 * i) * WORDS * 4);
+            if constexpr (EXACT_WORDS && LANE_WORDS == 2) {
+                const u64 pair = *(const u64*)(row + 2 * t);
+                words[i][0] = (u32)pair;
+                words[i][1] = (u32)(pair >> 32);
+            } else if constexpr (EXACT_WORDS && LANE_WORDS == 4) {
+                const Quad quad = *(const Quad*)(row + 4 * t);
+                words[i][0] = quad.x; words[i][1] = quad.y;
+                words[i][2] = quad.z; words[i][3] = quad.w;
+            } else {
+                UNROLL for (int w = 0; w < LANE_WORDS; w++) {
+                    const int word = t * LANE_WORDS + w;
+                    words[i][w] = EXACT_WORDS || word < WORDS ? row[word] : 0;
+                }
+            }
+        }
+        int sums[ROW_GROUPS][GROUPS][4];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                UNROLL for (int i = 0; i < 4; i++)
+                    sums[rows][group][i] = FLOAT_BITS ? 0x4b400000 : 0;
+        UNROLL for (int k = 0; k < KEY_PARTS; k += 2) {
+            u32 code[2][2];
+            UNROLL for (int part = 0; part < 2; part++) {
+                const int slot = (k + part) / LANE_WORDS, w = (k + part) % LANE_WORDS;
+                UNROLL for (int i = 0; i < 2; i++)
+                    code[part][i] = (slot == 3 ? words[i][w] : words[i][w] * shift[slot]) & 0xc0c0c0c0u;
+            }
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                const u32 b0 = query[rows][k], b1 = query[rows][k + 1];
+                if constexpr (GROUPS == 1) {
+                    mma_bytes(sums[rows][0], code[0][0], code[0][1], code[1][0], code[1][1], b0, b1);
+                } else {
+                    UNROLL for (int upper = 0; upper < 2; upper++) {  // slots 0..3, 4..7
+                        const u32 mask = upper ? 0xff00ff00u : 0x00ff00ffu;
+                        mma_bytes(sums[rows][group_of_slot(4 * upper + k / LANE_WORDS)],
+                                  code[0][0], code[0][1], code[1][0], code[1][1],
+                                  b0 & mask, b1 & mask);
+                    }
+                }
+            }
+        }
+        Grid key[2][GROUPS], value[2][GROUPS];
+        UNROLL for (int i = 0; i < 2; i++) {
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                key[i][group] = read_parameters(key_stored, g + 8 * i, group, key_exponent);
+                value[i][group] = read_parameters(value_stored, g + 8 * i, group, value_exponent);
+            }
+        }
+        float logits[ROW_GROUPS][2];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                float x = mean[rows];
+                UNROLL for (int group = 0; group < GROUPS; group++) {
+                    x += key[i][group].lo * offset[rows][group];
+                    const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
+                    const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
+                    const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
+                    x += key[i][group].s * ((h * 256.0f + b) * product[rows]);
+                }
+                if (SOFT_CAP) x = capped(x, soft_cap);
+                if (MASKED) {
+                    const int j = start + g + 8 * i;
+                    if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
+                }
+                logits[rows][i] = x;
+            }
+        }
+        if (MASKED) {  // tokens that no row sees may never have been written
+            UNROLL for (int i = 0; i < 2; i++) {
+                float top = logits[0][i];
+                UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++) top = fmaxf(top, logits[rows][i]);
+                UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
+                    top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
+                if (top == -INFINITE)
+                    UNROLL for (int group = 0; group < GROUPS; group++) value[i][group] = {1.0f, 0.0f};
+            }
+        }
+        float p[ROW_GROUPS][2], top = 0;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                p[rows][i] = exp2_approx(logits[rows][i] - m[rows]);
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    top = fmaxf(top, p[rows][i] * value[i][group].s);
+            }
+        }
+        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference(logits, p, value);
+        u32 b[GROUPS][COLUMN_TILES][2];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            l[rows] += p[rows][0] + p[rows][1];
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                lo[rows][group] += p[rows][0] * value[0][group].lo + p[rows][1] * value[1][group].lo;
+        }
+        UNROLL for (int group = 0; group < GROUPS; group++) {
+            UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const float even = p[2 * n][i] * value[i][group].s;
+                    const float odd = 2 * n + 1 < ROW_GROUPS
+                        ? p[(2 * n + 1) % ROW_GROUPS][i] * value[i][group].s : 0.0f;
+                    b[group][n][i] = transpose_8x8(pack_half(even, odd));
+                }
+            }
+        }
+        // sum (p s) c, for tokens 2t, 2t + 1, 2t + 8, 2t + 9
+        UNROLL for (int block = 0; block < (PADDED + 7) / 8; block++) {
+            const int word = PADDED == 4 ? (g & 3) : 8 * block + g;
+            u32 v[4];
+            UNROLL for (int i = 0; i < 4; i++) {
+                const int token = 2 * t + (i & 1) + 8 * (i >> 1);
+                const u32* row = (const u32*)(value_codes + token * WORDS * 4);
+                v[i] = EXACT_WORDS || word < WORDS ? row[word] : 0;
+            }
+            const u32 byte = PADDED == 4 ? g >> 2 : 0;  // four words: lanes g and g + 4 share one
+            const u32 low = 0x5410 + 0x1111 * byte, high = 0x7632 + (PADDED == 4 ? 0x1111 * byte : 0);
+            u32 x[4] = {permute_bytes(v[0], v[1], low), permute_bytes(v[0], v[1], high),
+                        permute_bytes(v[2], v[3], low), permute_bytes(v[2], v[3], high)};
+            constexpr int SLOTS = PADDED == 4 ? 4 : 8;
+            UNROLL for (int p0 = 0; p0 < SLOTS; p0++) {
+                if (p0 == 4) UNROLL for (int i = 0; i < 4; i++) x[i] >>= 8;
+                const u32 mask = 0x00030003u << (2 * (p0 & 3));
+                const u32 a0 = x[0] & mask, a1 = x[1] & mask, a2 = x[2] & mask, a3 = x[3] & mask;
+                UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
+                    float (&d)[4] = out[n][8 * block + p0];
+                    if constexpr (PADDED == 4 && GROUPS == 2) {  // the group is the lane's byte
+                        UNROLL for (int group = 0; group < 2; group++) {
+                            const u32 mine = byte == group ? ALL : 0;
+                            mma_half(d, a0 & mine, a1 & mine, a2 & mine, a3 & mine,
+                                     b[group][n][0], b[group][n][1]);
+                        }
+                    } else {
+                        const int group = group_of_slot(p0);
+                        mma_half(d, a0, a1, a2, a3, b[group][n][0], b[group][n][1]);
+                    }
+                }
+            }
+        }
+    }
+
+    // Raise each row's reference so that its largest weight p s becomes 1. Rare.
+    DEVICE void move_reference(const float (&logits)[ROW_GROUPS][2], float (&p)[ROW_GROUPS][2],
+                               const Grid (&value)[2][GROUPS]) {
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            float top = NOTHING;
+            UNROLL for (int i = 0; i < 2; i++)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    top = fmaxf(top, logits[rows][i] + log2_approx(value[i][group].s));
+            top = fmaxf(m[rows], tokens_max(top));
+            const float factor = exp2_approx(m[rows] - top);
+            m[rows] = top;
+            l[rows] *= factor;
+            UNROLL for (int group = 0; group < GROUPS; group++) lo[rows][group] *= factor;
+            UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
+                out[rows / 2][tile][rows % 2] *= factor;
+                out[rows / 2][tile][2 + rows % 2] *= factor;
+            }
+            UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(logits[rows][i] - top);
+        }
+    }
+
+    DEVICE void finish(Shared& s) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                const float sum = tokens_sum(lo[rows][group]);
+                if (g == 0) s.warp_lo[warp][4 * rows + t][group] = sum;
+            }
+        }
+        UNROLL for (int n = 0; n < COLUMN_TILES; n++)
+            UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
+                UNROLL for (int i = 0; i < 4; i++)
+                    out[n][tile][i] *= 16777216.0f / (float)(1 << (2 * (tile & 3)));
+        merge_warps<ROW_TILES>(s, 0, out, m, l, [](int tile, int g, int half) {
+            return tile_valid(tile, g) ? tile_channel(tile, g, half) : -1;
+        });
+    }
+};
+
+DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+    const int warp = threadIdx.x / 32;
+    u8* stages = s.work + warp * STAGES * STAGE_BYTES;
+    const int chunks = p.history_end - p.history_begin;
+    Ring ring{a, a.history + p.head * a.history_head,
+              a.history_table + (i64)p.sequence * a.history_columns,
+              q.first_chunk + p.history_begin + warp,
+              chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages)};
+    ring.open();
+    UNROLL for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);  // on their way meanwhile
+    prepare_queries(a, p, s);
+
+    History state;
+    state.open(a, p, s);
+    // Positions that every row sees need no masks, those that no row sees are left out.
+    const int first = p.first + p.row_block * ROWS / a.group;
+    const int last = p.first + (p.row_block * ROWS + p.rows - 1) / a.group;
+    int oldest = first - a.sliding + 1, all_oldest = last - a.sliding + 1;
+    if (oldest < a.sink) oldest = a.sink;
+    if (all_oldest < a.sink) all_oldest = a.sink;
+    int stage = 0;
+    for (int i = 0; i < ring.count; i++) {
+        wait_copies<STAGES - 2>();
+        __syncwarp();
+        ring.fetch(i + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+        const int chunk = ring.first + i * WARPS, tiles = Ring::tiles_of(chunk);
+        int start = Ring::position_of(chunk);
+        const u8* packed = stages + stage * STAGE_BYTES;
+        if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
+            UNROLL for (int tile = 0; tile < CHUNK; tile++)
+                if (TILES_PER_PAGE % CHUNK == 0 || tile < tiles)
+                    state.template read<false>(packed, tile, start + tile * TILE, a.soft_cap);
+        } else {
+            for (int tile = 0; tile < tiles; tile++, start += TILE)
+                if (start + TILE > oldest && start <= last - a.recent)
+                    state.template read<true>(packed, tile, start, a.soft_cap);
+        }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    wait_copies<0>();
+    state.finish(s);
+}
+
+// -- results ---------------------------------------------------------------------------------------
+
+// The rows' final output, from sums in shared memory.
+DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, Shared& s) {
+    const int start = a.query_start[p.sequence];
+    const float* mean = a.value_mean ? a.value_mean + p.head * HEAD_DIM : nullptr;
+    auto write = [&](int r, int c, float history) {
+        if (r >= p.rows) return;
+        const float top = fmaxf(s.m[0][r], s.m[1][r]);
+        const float in_history = exp2_approx(s.m[0][r] - top), in_window = exp2_approx(s.m[1][r] - top);
+        const float total = in_history * s.l[0][r] + in_window * s.l[1][r];
+        if (mean) history += s.l[0][r] * mean[c];
+        const float x = (in_window * s.window[r][c] + in_history * history) / total;
+        const int row = p.row_block * ROWS + r;
+        a.out[(start + row / a.group) * a.out_token + (p.head * a.group + row % a.group) * a.out_head
+              + c] = (u16)pack_activation(x, 0.0f);
+    };
+    if (has_history && a.value_inverse) {
+        times_matrix(s.history, a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM, ROWS, s.scratch,
+                     write);
+    } else {
+        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+            const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+            write(r, c, has_history ? s.history[r][c] : 0.0f);
+        }
+    }
+}
+
+// A partial result: sums of both kinds, and m and l of each row.
+constexpr int RECORD = 2 * ROWS * (HEAD_DIM + 2);
+DEVICE float* record_of(const Arguments& a, int block, int slot) {
+    return a.partial + (i64)(2 * block + slot) * RECORD;
+}
+
+DEVICE void write_partial(float* record, const Shared& s) {
+    for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
+        record[2 * i] = s.m[i / ROWS][i % ROWS];
+        record[2 * i + 1] = s.l[i / ROWS][i % ROWS];
+    }
+    float* sums = record + 4 * ROWS;
+    for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS) {
+        const int kind = i / (ROWS * HEAD_DIM), r = i / HEAD_DIM % ROWS, c = i % HEAD_DIM;
+        if (s.l[kind][r] > 0) sums[i] = kind ? s.window[r][c] : s.history[r][c];
+    }
+}
+
+// Add up the pieces that blocks first .. first + pieces - 1 left. The first began its pair (slot 1).
+DEVICE void merge_pieces(const Arguments& a, int first, int pieces, Shared& s) {
+    constexpr int MOST = WORK_BYTES / (2 * ROWS * 4);  // factors that fit; more are done in turns
+    float (*factors)[2 * ROWS] = (float(*)[2 * ROWS])s.work;
+    for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
+        float top = NOTHING, sum = 0;
+        for (int piece = 0; piece < pieces; piece++)
+            top = fmaxf(top, load_fresh(record_of(a, first + piece, piece == 0) + 2 * i));
+        for (int piece = 0; piece < pieces; piece++) {
+            const float* record = record_of(a, first + piece, piece == 0) + 2 * i;
+            sum += load_fresh(record + 1) * exp2_approx(load_fresh(record) - top);
+        }
+        s.m[i / ROWS][i % ROWS] = top;
+        s.l[i / ROWS][i % ROWS] = sum;
+    }
+    for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS)
+        (i < ROWS * HEAD_DIM ? s.history : s.window)[i / HEAD_DIM % ROWS][i % HEAD_DIM] = 0;
+    for (int begin = 0; begin < pieces; begin += MOST) {
+        const int count = pieces - begin < MOST ? pieces - begin : MOST;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * 2 * ROWS; i += THREADS) {
+            const int piece = begin + i / (2 * ROWS), row = i % (2 * ROWS);
+            const float* record = record_of(a, first + piece, piece == 0) + 2 * row;
+            const float m = load_fresh(record), l = load_fresh(record + 1);
+            factors[i / (2 * ROWS)][row] =
+                l > 0 ? exp2_approx(m - s.m[row / ROWS][row % ROWS]) : 0.0f;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS) {
+            const int row = i / HEAD_DIM;
+            float sum = 0;
+            UNROLL_8 for (int piece = 0; piece < count; piece++) {
+                const float factor = factors[piece][row];
+                const float* record = record_of(a, first + begin + piece, begin + piece == 0);
+                if (factor > 0) sum += factor * load_fresh(record + 4 * ROWS + i);
+            }
+            (row < ROWS ? s.history : s.window)[row % ROWS][i % HEAD_DIM] += sum;
+        }
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+oscar_decode(const __grid_constant__ Arguments a) {
+    extern __shared__ u8 dynamic[];
+    Shared& s = *(Shared*)dynamic;
+    const int share = a.schedule[0], total = a.schedule[1];
+    const int* starts = a.schedule + 2;
+    int unit = blockIdx.x * share;
+    if (unit >= total) return;
+    const int end = unit + share < total ? unit + share : total;
+    int b = starts[a.batch + 1 + blockIdx.x];
+    while (unit < end) {
+        while (starts[b + 1] <= unit) b++;
+        const Sequence q = describe(a, b);
+        const int line = (unit - starts[b]) / q.units, offset = (unit - starts[b]) % q.units;
+        const int begin = unit - offset;  // where the pair begins
+        const int stop = offset + end - unit < q.units ? offset + end - unit : q.units;
+        unit = begin + stop;
+
+        Piece p;
+        p.sequence = b;
+        p.head = line / q.row_blocks;
+        p.row_block = line % q.row_blocks;
+        const int left = q.tokens * a.group - p.row_block * ROWS;
+        p.rows = left < ROWS ? left : ROWS;
+        p.first = q.length - q.tokens;
+        // A tile or chunk belongs to the block in which its units begin.
+        const int windows = q.window_tiles * WINDOW_COST;
+        p.window_begin = ((offset < windows ? offset : windows) + WINDOW_COST - 1) / WINDOW_COST;
+        p.window_end = ((stop < windows ? stop : windows) + WINDOW_COST - 1) / WINDOW_COST;
+        p.history_begin = offset > windows ? (offset - windows + CHUNK - 1) / CHUNK : 0;
+        p.history_end = stop > windows ? (stop - windows + CHUNK - 1) / CHUNK : 0;
+        const bool has_windows = p.window_end > p.window_begin;
+        const bool has_history = p.history_end > p.history_begin;
+        if (!has_windows && !has_history) continue;
+
+        load_queries(a, p, s);
+        if (threadIdx.x < 2 * ROWS) {
+            s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
+            s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
+        }
+        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
+            s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
+        __syncthreads();
+        if (has_history) read_history(a, p, q, s);
+        if (has_windows) read_windows(a, p, q, s);
+
+        const int last_unit = q.units - (q.chunks ? CHUNK : WINDOW_COST);  // where the last begins
+        const int first_block = begin / share;
+        const int pieces = (begin + last_unit) / share - first_block + 1;
+        bool complete = has_history;
+        if (pieces > 1) {
+            write_partial(record_of(a, blockIdx.x, (int)blockIdx.x == first_block), s);
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;
+                const int before = atomicAdd(arrivals, 1);
+                if (before == pieces - 1) *arrivals = 0;
+                s.last = before == pieces - 1;
+            }
+            __syncthreads();
+            if (!s.last) continue;
+            __threadfence();
+            merge_pieces(a, first_block, pieces, s);
+            complete = q.chunks > 0;
+        }
+        write_rows(a, p, complete, s);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,212 @@
+"""Host side of decode.cu: which variant, what it needs, and its launches."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oscarkv.kernels.cuda.launch import load, variant
+from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.interface import LayerCache
+
+WARPS = 8
+#: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
+CHUNK_BYTES = 4096
+RING_BYTES = 10 * 1024
+#: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
+UNLIMITED = 1 << 30
+PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
+_POINTERS = (
+    "q out history window seq_lens query_start history_table window_table schedule arrivals "
+    "partial query_matrix key_mean value_inverse value_mean exponents"
+).split()
+_STRIDES = (
+    "q_token q_head out_token out_head history_page history_head window_page window_head"
+).split()
+_INTEGERS = (
+    "history_columns window_columns batch kv_heads group row_blocks sink recent sliding"
+).split()
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of decode.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        *((name, ctypes.c_int32) for name in _INTEGERS),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("one", ctypes.c_uint32),
+    ]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a variant of the kernel is compiled for."""
+
+    head_dim: int
+    groups: int
+    parameters: str
+    page_size: int
+    bfloat16: bool
+    row_groups: int
+    soft_cap: bool
+
+    @classmethod
+    def of(cls, q: Tensor, layer: LayerCache, max_query_len: int) -> Geometry:
+        layout = layer.layout
+        rows = q.shape[1] // layer.kv_heads * max_query_len
+        most = 2 if layout.head_dim > 128 else 4
+        row_groups = next((n for n in (1, 2) if 4 * n >= rows), most)
+        return cls(
+            layout.head_dim,
+            layout.groups,
+            layout.parameter_format,
+            layout.page_size,
+            q.dtype == torch.bfloat16,
+            min(row_groups, most),
+            layer.soft_cap is not None,
+        )
+
+    @property
+    def rows(self) -> int:
+        return 4 * self.row_groups
+
+    @property
+    def tile_bytes(self) -> int:
+        """Packed bytes of 16 tokens."""
+        parameters = self.groups * (4, 2, 1)[PARAMETER_CODES[self.parameters]]
+        return 16 * 2 * (self.head_dim // 4 + parameters)
+
+    @property
+    def chunk(self) -> int:
+        tiles = 1
+        while tiles < 4 and tiles * self.tile_bytes < CHUNK_BYTES:
+            tiles *= 2
+        return tiles
+
+    @property
+    def stages(self) -> int:
+        return max(2, min(4, RING_BYTES // (self.chunk * self.tile_bytes)))
+
+    @property
+    def shared_bytes(self) -> int:
+        """At least `sizeof(Shared)` of decode.cu, which checks it."""
+        rows, stride = self.rows, 4 * (self.head_dim + 8)
+        ring = WARPS * self.stages * self.chunk * self.tile_bytes
+        words = -(-self.head_dim // 16)
+        parts = 4 if words <= 4 else 8 if words <= 8 else 16
+        small = 4 * rows * (2 + self.groups) + 4 * WARPS * rows * (2 + self.groups) + 16 * rows
+        queries = self.row_groups * parts * 32 * 4
+        return max(ring, WARPS * rows * stride) + WARPS * 32 * 64 + 3 * rows * stride + queries + small + 256
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 2 if self.shared_bytes <= 112 * 1024 else 1
+
+    def macros(self) -> dict[str, int]:
+        return {
+            "HEAD_DIM": self.head_dim,
+            "GROUPS": self.groups,
+            "PARAMETERS": PARAMETER_CODES[self.parameters],
+            "PAGE": self.page_size,
+            "BF16": int(self.bfloat16),
+            "ROW_GROUPS": self.row_groups,
+            "CHUNK": self.chunk,
+            "STAGES": self.stages,
+            "WARPS": WARPS,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "SOFT_CAP": int(self.soft_cap),
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+class DecodeKernel:
+    """One variant on one device, with the memory it works in.
+
+    Memory is made when a larger batch than ever before comes, so a graph is captured after one
+    plain run of its batch size.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self.geometry, self.device = geometry, device
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._schedule_kernel, self._decode_kernel = load(
+            "decode.cu",
+            ("oscar_schedule", "oscar_decode"),
+            variant(geometry.macros()),
+            index,
+            geometry.shared_bytes,
+        )
+        processors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.blocks = processors * geometry.blocks_per_sm
+        record = 2 * geometry.rows * (geometry.head_dim + 2)
+        self._partial = torch.empty(2 * self.blocks * record, dtype=torch.float32, device=device)
+        self._schedule = torch.empty(0, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
+        self._blocks_argument = ctypes.c_int32(self.blocks)
+
+    def arguments(self, plan: Plan, layer: LayerCache, query_heads: int) -> Arguments:
+        """Everything but q and out, for one layer of one step."""
+        batch = plan.seq_lens.shape[0]
+        group = query_heads // layer.kv_heads
+        row_blocks = -(-group * plan.max_query_len // self.geometry.rows)
+        self._reserve(batch, batch * layer.kv_heads * row_blocks)
+        transforms, history, window = layer.transforms, layer.history, layer.window
+        return Arguments(
+            history=history.data_ptr(),
+            window=window.data_ptr(),
+            seq_lens=plan.seq_lens.data_ptr(),
+            query_start=plan.query_start_loc.data_ptr(),
+            history_table=plan.history_table.data_ptr(),
+            window_table=plan.window_table.data_ptr(),
+            schedule=self._schedule.data_ptr(),
+            arrivals=self._arrivals.data_ptr(),
+            partial=self._partial.data_ptr(),
+            query_matrix=transforms.query.data_ptr(),
+            key_mean=transforms.key_mean.data_ptr(),
+            value_inverse=_pointer(transforms.value_inverse),
+            value_mean=_pointer(transforms.value_mean),
+            exponents=transforms.exponents.data_ptr(),
+            history_page=history.stride(0),
+            history_head=history.stride(1),
+            window_page=window.stride(0),
+            window_head=window.stride(1),
+            history_columns=plan.history_table.stride(0),
+            window_columns=plan.window_table.stride(0),
+            batch=batch,
+            kv_heads=layer.kv_heads,
+            group=group,
+            row_blocks=row_blocks,
+            sink=layer.sink,
+            recent=min(layer.recent, UNLIMITED),
+            sliding=layer.sliding_window or UNLIMITED,
+            scale=layer.scale,
+            soft_cap=layer.soft_cap or 0.0,
+            one=1,
+        )
+
+    def plan(self, arguments: Arguments) -> None:
+        """Share out the step's work; once for all layers that agree in `arguments`' numbers."""
+        self._schedule_kernel.launch((1, 1, 1), 256, arguments, self._blocks_argument)
+
+    def run(self, arguments: Arguments, q: Tensor, out: Tensor) -> None:
+        arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
+        arguments.q_token, arguments.q_head = q.stride(0), q.stride(1)
+        arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
+        self._decode_kernel.launch((self.blocks, 1, 1), 32 * WARPS, arguments)
+
+    def _reserve(self, batch: int, pairs: int) -> None:
+        size = batch + self.blocks + 3
+        if self._schedule.numel() < size:
+            self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
+        if self._arrivals.numel() < pairs:
+            self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=self.device)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,83 @@
+"""Loading machine code and launching it on torch's current stream.
+
+A kernel takes one argument, a struct by value, which Python holds as a `ctypes.Structure`: filling
+in a few fields and one driver call is all that a launch costs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from oscarkv.errors import OscarError
+from oscarkv.kernels.cuda.compile import compiled
+
+
+class Kernel:
+    """One kernel of one variant, on one device."""
+
+    def __init__(self, module: Any, name: str, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self._launch = driver.cuLaunchKernel
+        self._handle = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        self._shared_bytes = shared_bytes
+        if shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(self._handle, attribute, shared_bytes))
+
+    def launch(self, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:
+        """Arguments are ctypes objects, passed by value in their order."""
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        result = self._launch(
+            self._handle,
+            *grid,
+            threads,
+            1,
+            1,
+            self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.addressof(addresses),
+            0,
+        )
+        _checked(result)
+
+
+@lru_cache(maxsize=256)
+def load(
+    source: str, names: tuple[str, ...], macros: tuple[tuple[str, int], ...], device: int, shared: int
+) -> tuple[Kernel, ...]:
+    """Compile (or find on disk) one variant, and load some of its kernels."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_blas_handle()  # makes the device's primary context current
+        code = compiled(source, dict(macros), architecture(device))
+        module = _checked(driver.cuModuleLoadData(code))  # stays loaded as long as the process
+        return tuple(Kernel(module, name, shared) for name in names)
+
+
+def variant(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(macros.items()))
+
+
+@lru_cache(maxsize=16)
+def architecture(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or an error that names what went wrong."""
+    from cuda.bindings import driver
+
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        reason = text.decode() if isinstance(text, bytes) else str(status)
+        raise OscarError(f"CUDA driver: {reason} ({status.name})")
+    return values[0] if values else None
