@@ -58,29 +58,29 @@ def _power(x: F, power: float) -> F:
     return {0.0: F(1), 0.25: quarter, 0.5: root, 0.75: root * quarter, 1.0: x}[power]
 
 
-def _fit(X: list[int], levels: int, symmetric: bool, deviation: F, center: F, factor: float):
-    """S, LO, covariance and energy of one start."""
+def _codes(x, s: F, lo: F, levels: int, symmetric: bool) -> list[int]:
+    """How many of the thresholds between the levels each number reaches."""
+    if symmetric:
+        thresholds = [s * F(k - levels / 2) for k in range(1, levels)]
+    else:
+        thresholds = [s * F(k - 0.5) + lo for k in range(1, levels)]
+    return [sum(bool(t <= F(i)) for t in thresholds) for i in x]
+
+
+def _round(X: list[int], S: F, LO: F, levels: int, symmetric: bool):
+    """One round of the fit: the next S, LO, and the covariance and energy behind them."""
     n, top, sum_x = len(X), levels - 1, sum(X)
-    S = deviation * (F(factor) * F(OPTIMAL[levels]))
-    LO = center - S * F(top / 2)
-    for _ in range(4):
-        if symmetric:
-            thresholds = [S * F(k - levels / 2) for k in range(1, levels)]
-        else:
-            thresholds = [S * F(k - 0.5) + LO for k in range(1, levels)]
-        c = (np.array(thresholds, F)[:, None] <= np.array(X, F)).sum(0).tolist()
-        sum_c, sum_cc = sum(c), sum(i * i for i in c)
-        sum_cx = sum(i * x for i, x in zip(c, X, strict=True))
-        if symmetric:
-            covariance = F(n * (2 * sum_cx - top * sum_x))
-            energy = F(n * (4 * sum_cc - 4 * top * sum_c + n * top * top))
-            S = F(2) * covariance / energy
-        else:
-            covariance = F(n * sum_cx - sum_c * sum_x)
-            energy = F(n * sum_cc - sum_c * sum_c)
-            S = covariance / max(energy, F(1))
-            LO = (F(sum_x) - S * F(sum_c)) / F(n)
-    return S, LO, covariance, energy
+    c = _codes(X, S, LO, levels, symmetric)
+    sum_c, sum_cc = sum(c), sum(i * i for i in c)
+    sum_cx = sum(i * x for i, x in zip(c, X, strict=True))
+    if symmetric:
+        covariance = F(n * (2 * sum_cx - top * sum_x))
+        energy = F(n * (4 * sum_cc - 4 * top * sum_c + n * top * top))
+        return F(2) * covariance / energy, LO, covariance, energy
+    covariance = F(n * sum_cx - sum_c * sum_x)
+    energy = F(n * sum_cc - sum_c * sum_c)
+    S = covariance / max(energy, F(1))
+    return S, (F(sum_x) - S * F(sum_c)) / F(n), covariance, energy
 
 
 def _least_squares(x: np.ndarray, bits: int, fmt: str, gain: float, base: F):
@@ -94,9 +94,12 @@ def _least_squares(x: np.ndarray, bits: int, fmt: str, gain: float, base: F):
     spread = F(n * sum(i * i for i in X) - (0 if symmetric else sum_x * sum_x))
     center = F(0) if symmetric else F(sum_x) / F(n)
     deviation = np.sqrt(spread) / F(n)
-    fits = [_fit(X, levels, symmetric, deviation, center, factor) for factor in STARTS]
+    scales = [deviation * (F(factor) * F(OPTIMAL[levels])) for factor in STARTS]
+    fits = [_round(X, S, center - S * F((levels - 1) / 2), levels, symmetric) for S in scales]
     explained = [cov * cov / max(energy, F(1)) for _, _, cov, energy in fits]
-    S, LO, covariance, energy = fits[explained.index(max(explained))]
+    S, LO, _, _ = fits[explained.index(max(explained))]
+    for _ in range(3):
+        S, LO, covariance, energy = _round(X, S, LO, levels, symmetric)
     ratio = spread * energy / max(covariance * covariance, F(2.0**-126))
     g = _power(min(max(ratio, F(0.8)), F(1.5)), gain)
     s = S * g * unit
@@ -132,7 +135,6 @@ def encode(row, bits, groups, fmt, fit, clip, gain, base) -> tuple[list[int], by
             s, lo, stored = _minmax(x, threshold, bits, fmt, base)
         else:
             s, lo, stored = _least_squares(x, bits, fmt, gain, base)
-        grid = np.clip(np.floor((x - lo) / s + F(0.5)), 0, (1 << bits) - 1)
-        codes += [int(i) for i in grid]
+        codes += _codes(x, s, lo, 1 << bits, fmt == "log8-symmetric")
         parameters += stored
     return codes, parameters

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy import float32
 
 from oscarkv.codec import parameters
-from oscarkv.codec.encode import _fit_constants
+from oscarkv.codec.encode import _starts
 from oscarkv.recipe import PARAMETER_BITS
 
 FORMATS = sorted(PARAMETER_BITS)
@@ -127,7 +127,7 @@ def test_the_page_lists_the_constants_of_the_code() -> None:
     listed = re.findall(r"\b[0-9a-f]{8}\b", text)
     values, bounds = parameters.log_grid("cpu")
     constants = [values[:16], bounds[:16]]
-    constants += [_fit_constants(levels, False, "cpu").starts for levels in LEVELS]
+    constants += [_starts(levels, "cpu") for levels in LEVELS]
     for levels in LEVELS:
         step = (levels - 1) / 96
         constants.append(torch.tensor([step, 127 * step]))

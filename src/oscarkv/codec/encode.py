@@ -3,7 +3,8 @@
 Least squares would depend on the order in which a backend adds, so the row is first rounded to
 integers X of at most 2^11 in magnitude. All sums of the fit are then sums of integers below 2^31,
 equal in any order, and every other operation is a single IEEE fp32 operation per row. The codes
-are finally taken from the fp32 row itself with the parameters as stored.
+are finally taken from the fp32 row itself with the parameters as stored. A code, there as in the
+fit, is the number of thresholds that a number reaches: no division per number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from oscarkv.recipe import Recipe
 #: the best uniform quantiser of a normal row, and 15 % and 20 % to either side of it.
 OPTIMAL_SCALE = {4: 0.9957, 8: 0.5860, 16: 0.3352}
 START_FACTORS = (0.85, 1.0, 1.2)
-FIT_ROUNDS = 4
+#: Every start gets one round of the fit, the best of them this many more.
+REFINE_ROUNDS = 3
 GAIN_LIMITS = (0.8, 1.5)
 _UNIT = 2.0**-10
 _TINY = torch.finfo(torch.float32).tiny
@@ -116,8 +118,13 @@ class RowCodec:
 
     def _codes(self, rows: Tensor, s: Tensor, lo: Tensor) -> Tensor:
         x = rows.unflatten(-1, (self.groups, -1))
-        codes = torch.floor((x - lo[..., None]) / s[..., None] + 0.5).clamp(0, self.levels - 1)
-        return codes.to(torch.uint8).flatten(-2)
+        reaches = self._thresholds(s, lo)[..., None] <= x[..., None, :]
+        return reaches.sum(-2, dtype=torch.uint8).flatten(-2)
+
+    def _thresholds(self, s: Tensor, lo: Tensor) -> Tensor:
+        """The numbers [..., L - 1] halfway between neighbouring levels of the grids s, lo [...]."""
+        thresholds = s[..., None] * _offsets(self.levels, self.symmetric, str(s.device))
+        return thresholds if self.symmetric else thresholds + lo[..., None]
 
     def decode(self, codes: Tensor, stored: Tensor, base: Tensor) -> Tensor:
         """Codes uint8 [..., d] and parameters [..., G pb] -> fp32 rows [..., d]."""
@@ -176,68 +183,71 @@ class RowCodec:
     def _alternate(
         self, X: Tensor, sum_x: Tensor, deviation: Tensor, center: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Alternate rounding and fitting from several starts; keep the one that explains most.
+        """Alternate rounding and fitting: once from every start, then on from the best of them.
 
         X holds rows [R, n] of integers. Returns S, LO [R] and the integers behind them,
         cov = n sum(cX) - sum(c) sum(X) and den = n sum(c^2) - sum(c)^2 (symmetric: n sum(zX) and
         n sum(z^2), z = 2c - L + 1). A constant row has cov = den = 0 and gets S = 0.
         """
         n, top = X.shape[-1], self.levels - 1
-        constants = _fit_constants(self.levels, self.symmetric, str(X.device))
-        starts = len(START_FACTORS)
-        S = deviation[:, None] * constants.starts  # [R, starts]
-        LO = center[:, None] - S * (top / 2)
+        weights = _weights(self.levels, self.symmetric, n, str(X.device))
         features = torch.stack([torch.ones_like(X), X], -1)
-        sum_x = sum_x[:, None]
+        X, sum_x = X[:, None], sum_x[:, None]
         total = sum_x.float()
-        X = X[:, None]
-        covariance = energy = S
-        for _ in range(FIT_ROUNDS):
-            # c = how many thresholds LO + (k - 1/2) S, k = 1 .. top, the integer X reaches. With
-            # M the 0/1 matrix of "reaches", sum(c) = sum M, sum(c^2) = sum (2k - 1) M, and
-            # sum(cX) = sum M X: integers below 2^24, exact in fp32 in any order.
-            thresholds = S[..., None] * constants.offsets
-            if not self.symmetric:
-                thresholds = thresholds + LO[..., None]
-            reaches = thresholds.view(-1, starts * top, 1) <= X
-            sums = torch.bmm(reaches.float(), features).view(-1, starts, 2 * top)
-            sum_c, sum_cc, sum_cx = (sums.double() @ constants.weights).unbind(-1)
+
+        def improve(S: Tensor, LO: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            # From grids S, LO [R, m] to the best grids for their codes, with cov and den. A code
+            # c = how many thresholds k = 1 .. top the integer X reaches. With M the 0/1 matrix of
+            # "reaches", sum(c) = sum M, sum(c^2) = sum (2k - 1) M, and sum(cX) = sum M X:
+            # integers below 2^24, exact in fp32 in any order.
+            reaches = self._thresholds(S, LO).flatten(-2)[..., None] <= X
+            sums = torch.bmm(reaches.float(), features).view(*S.shape, 2 * top)
+            sum_c, n_cc, n_cx = (sums.double() @ weights).unbind(-1)
             if self.symmetric:
-                covariance = (n * (2 * sum_cx - top * sum_x)).float()
-                energy = (n * (4 * sum_cc - 4 * top * sum_c + n * top * top)).float()
-                S = 2 * covariance / energy
-            else:
-                covariance = (n * sum_cx - sum_c * sum_x).float()
-                energy = (n * sum_cc - sum_c * sum_c).float()
-                S = covariance / energy.clamp_min(1.0)
-                LO = parameters.divide(total - S * sum_c.float(), n)
+                covariance = (n_cx - n * top * sum_x).float()
+                energy = (n_cc + (n * top) ** 2).float()
+                return 2 * covariance / energy, LO, covariance, energy
+            covariance = (n_cx - sum_c * sum_x).float()
+            energy = (n_cc - sum_c * sum_c).float()
+            S = covariance / energy.clamp_min(1.0)
+            return S, parameters.divide(total - S * sum_c.float(), n), covariance, energy
+
+        S = deviation[:, None] * _starts(self.levels, str(X.device))  # [R, starts]
+        S, LO, covariance, energy = improve(S, center[:, None] - S * (top / 2))
         explained = (covariance * covariance) / energy.clamp_min(1.0)
-        best = explained.argmax(-1, keepdim=True).expand(-1, 4).unsqueeze(1)
-        S, LO, covariance, energy = (
-            torch.stack([S, LO, covariance, energy], -1).gather(1, best).squeeze(1).unbind(-1)
-        )
-        return S, LO, covariance, energy
-
-
-@dataclass(frozen=True)
-class _FitConstants:
-    starts: Tensor  # [starts]: first scales, in standard deviations
-    offsets: Tensor  # [L - 1]: k - 1/2 (asymmetric thresholds, from LO) or k - L/2 (symmetric)
-    weights: Tensor  # [2 (L - 1), 3]: (sum M, sum M X) for each k -> sum(c), sum(c^2), sum(cX)
+        best = explained.argmax(-1, keepdim=True)  # the first of equals
+        S, LO = S.gather(-1, best), LO.gather(-1, best)
+        for _ in range(REFINE_ROUNDS):
+            S, LO, covariance, energy = improve(S, LO)
+        return S[:, 0], LO[:, 0], covariance[:, 0], energy[:, 0]
 
 
 @lru_cache(maxsize=32)
-def _fit_constants(levels: int, symmetric: bool, device: str) -> _FitConstants:
+def _starts(levels: int, device: str) -> Tensor:
+    """First scales, in standard deviations."""
+    factors = torch.tensor(START_FACTORS, dtype=torch.float32, device=device)
+    return factors * OPTIMAL_SCALE[levels]
+
+
+@lru_cache(maxsize=32)
+def _offsets(levels: int, symmetric: bool, device: str) -> Tensor:
+    """Thresholds, in units of the scale: k - 1/2 from lo on, or k - L/2 from 0 (symmetric)."""
     k = torch.arange(1, levels, dtype=torch.float32, device=device)
-    starts = torch.tensor(START_FACTORS, dtype=torch.float32, device=device)
+    return k - levels / 2 if symmetric else k - 0.5
+
+
+@lru_cache(maxsize=32)
+def _weights(levels: int, symmetric: bool, n: int, device: str) -> Tensor:
+    """[2 (L - 1), 3]: from (sum M, sum M X) of each k to sum(c), den and cov.
+
+    Of den and cov, what is linear in M: n sum(c^2) and n sum(cX). Symmetric, with z = 2c - L + 1:
+    n sum(z^2 - (L - 1)^2) and 2 n sum(cX).
+    """
+    k = torch.arange(1, levels, dtype=torch.float64, device=device)
     one, zero = torch.ones_like(k), torch.zeros_like(k)
-    of_count = torch.stack([one, 2 * k - 1, zero], -1)
-    of_sum = torch.stack([zero, zero, one], -1)
-    return _FitConstants(
-        starts * OPTIMAL_SCALE[levels],
-        k - levels / 2 if symmetric else k - 0.5,
-        torch.stack([of_count, of_sum], 1).flatten(0, 1).double(),
-    )
+    of_count = torch.stack([one, n * (4 * (2 * k - levels) if symmetric else 2 * k - 1), zero], -1)
+    of_sum = torch.stack([zero, zero, n * (2 * one if symmetric else one)], -1)
+    return torch.stack([of_count, of_sum], 1).flatten(0, 1)
 
 
 def _sqrt(x: Tensor) -> Tensor:
