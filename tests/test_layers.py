@@ -25,9 +25,10 @@ BELOW = {
 }
 LIBRARY = set(BELOW)
 BELOW["integrations"] = LIBRARY
+BELOW["benchmark"] = LIBRARY
 BELOW["evaluation"] = LIBRARY | {"integrations"}
 BELOW["demo"] = LIBRARY | {"integrations", "evaluation"}
-BELOW["cli"] = LIBRARY | {"integrations", "evaluation", "demo"}
+BELOW["cli"] = LIBRARY | {"integrations", "evaluation", "demo", "benchmark"}
 
 #: The one look upwards: `Recipe.named` finds presets when it is called, not when it is imported.
 EXCEPTIONS = {("recipe.py", "methods")}

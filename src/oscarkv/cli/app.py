@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from oscarkv import __version__
-from oscarkv.cli import calibrate, demo, evaluate, generate, inspect, zoo
+from oscarkv.cli import bench, calibrate, demo, doctor, evaluate, generate, inspect, zoo
 from oscarkv.cli.console import errors
 from oscarkv.errors import OscarError
 
@@ -50,7 +50,9 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(bench.app, name="bench")
 app.add_typer(zoo.app, name="zoo")
+app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 
 
