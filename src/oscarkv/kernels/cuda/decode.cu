@@ -67,22 +67,26 @@ struct Arguments {
 // -- what a sequence has to do -------------------------------------------------------------------
 
 struct Sequence {
-    int length, tokens;            // after the step; new ones
+    int length, tokens, start;     // after the step; new ones; row of the first in q
     int first_chunk, chunks;       // of the history
     int sink_tiles, first_recent, window_tiles;
-    int units, row_blocks;         // of one (head, block of rows); blocks of rows
+
+    // Of one (head, block of rows).
+    DEVICE int units() const { return window_tiles * WINDOW_COST + chunks * CHUNK; }
+    DEVICE int row_blocks(int group) const { return (tokens * group + ROWS - 1) / ROWS; }
 };
+constexpr int FACTS = sizeof(Sequence) / 4;
 
 DEVICE int chunk_of(int position) {
     return position / PAGE * CHUNKS_PER_PAGE + position % PAGE / (CHUNK * TILE);
 }
 
 DEVICE Sequence describe(const Arguments& a, int b) {
-    Sequence s;
+    Sequence s = {};
     s.length = a.seq_lens[b];
-    s.tokens = a.query_start[b + 1] - a.query_start[b];
-    s.units = s.row_blocks = s.chunks = s.window_tiles = 0;
-    if (s.tokens <= 0 || s.length < s.tokens) return s;
+    s.start = a.query_start[b];
+    s.tokens = a.query_start[b + 1] - s.start;
+    if (s.tokens <= 0 || s.length < s.tokens) { s.tokens = 0; return s; }  // padding
     const int first = s.length - s.tokens;  // position of the first new token
     int oldest = a.sink;
     if (first - a.sliding + 1 > oldest) oldest = first - a.sliding + 1;
@@ -96,53 +100,116 @@ DEVICE Sequence describe(const Arguments& a, int b) {
     s.first_recent = recent > 0 ? recent / WINDOW_ROWS : 0;
     if (s.first_recent < s.sink_tiles) s.first_recent = s.sink_tiles;
     s.window_tiles = s.sink_tiles + (columns > s.first_recent ? columns - s.first_recent : 0);
-    s.units = s.window_tiles * WINDOW_COST + s.chunks * CHUNK;
-    s.row_blocks = (s.tokens * a.group + ROWS - 1) / ROWS;
     return s;
 }
 
-// schedule: [0] share, [1] total, [2 ..] where each sequence's units begin (batch + 1 numbers),
-// then the sequence that each block begins in. One block, once per step and geometry.
-extern "C" __global__ void __launch_bounds__(256) oscar_schedule(Arguments a, int blocks) {
-    __shared__ int sums[256];
-    int* starts = a.schedule + 2;
-    int before = 0;
-    for (int base = 0; base < a.batch; base += 256) {
+// How the step's work is shared out. `starts` and `first_sequence` follow the sequences' facts.
+struct Schedule {
+    int share, total, grain, unused;  // a pair's line is padded to a multiple of `grain` units
+    DEVICE Sequence* sequences() { return (Sequence*)(this + 1); }
+    DEVICE int* starts(int batch) { return (int*)(sequences() + batch); }  // of their units: B + 1
+    DEVICE int* first_sequence(int batch) { return starts(batch) + batch + 1; }  // of each block
+};
+
+DEVICE int round_up(int x, int grain) { return (x + grain - 1) / grain * grain; }
+
+constexpr int PLANNERS = 256;
+
+// Sum (and largest) of every thread's number; also the sum of the threads before this one.
+DEVICE int block_sum(int x, int* sums, int& before) {
+    __syncthreads();
+    sums[threadIdx.x] = x;
+    for (int step = 1; step < PLANNERS; step *= 2) {
+        __syncthreads();
+        const int left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += left;
+    }
+    __syncthreads();
+    before = sums[threadIdx.x] - x;
+    return sums[PLANNERS - 1];
+}
+
+// One block, once per step and geometry.
+extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments a, int blocks) {
+    __shared__ int sums[PLANNERS];
+    __shared__ int largest;
+    Schedule& plan = *(Schedule*)a.schedule;
+    if (threadIdx.x == 0) largest = 0;
+    __syncthreads();
+    int total = 0, ignored;
+    for (int base = 0; base < a.batch; base += PLANNERS) {
         const int b = base + threadIdx.x;
         int units = 0;
         if (b < a.batch) {
             const Sequence s = describe(a, b);
-            units = s.units * s.row_blocks * a.kv_heads;
+            plan.sequences()[b] = s;
+            units = s.units() * s.row_blocks(a.group) * a.kv_heads;
+            if (units) atomicMax(&largest, s.units());
         }
-        sums[threadIdx.x] = units;
-        for (int step = 1; step < 256; step *= 2) {
-            __syncthreads();
-            const int left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-            __syncthreads();
-            sums[threadIdx.x] += left;
-        }
-        __syncthreads();
-        if (b < a.batch) starts[b] = before + sums[threadIdx.x] - units;
-        before += sums[255];
-        __syncthreads();
+        total += block_sum(units, sums, ignored);
     }
-    int share = (before + blocks - 1) / blocks;
+    int share = (total + blocks - 1) / blocks, grain = 1;
     if (share < SMALLEST_SHARE) share = SMALLEST_SHARE;
+    // A share that fits the longest pairs (a whole number of them, or a whole fraction of one)
+    // saves their partial results, if it makes the shares at most an eighth larger.
+    if (largest > 0) {
+        const bool split = largest >= share;
+        const int fitted = split ? (largest + largest / share - 1) / (largest / share)
+                                 : round_up(share, largest);
+        if (fitted <= share + share / 8) {
+            int padded = 0;
+            for (int base = 0; base < a.batch; base += PLANNERS) {
+                const int b = base + threadIdx.x;
+                int units = 0;
+                if (b < a.batch) {
+                    const Sequence s = plan.sequences()[b];
+                    units = round_up(s.units(), split ? fitted : 1) * s.row_blocks(a.group) * a.kv_heads;
+                }
+                padded += block_sum(units, sums, ignored);
+            }
+            if (padded <= fitted * blocks) {
+                share = fitted;
+                grain = split ? fitted : 1;
+            }
+        }
+    }
+    total = 0;
+    int* starts = plan.starts(a.batch);
+    for (int base = 0; base < a.batch; base += PLANNERS) {
+        const int b = base + threadIdx.x;
+        int units = 0, before;
+        if (b < a.batch) {
+            const Sequence s = plan.sequences()[b];
+            units = round_up(s.units(), grain) * s.row_blocks(a.group) * a.kv_heads;
+        }
+        const int sum = block_sum(units, sums, before);
+        if (b < a.batch) starts[b] = total + before;
+        total += sum;
+    }
     if (threadIdx.x == 0) {
-        a.schedule[0] = share;
-        a.schedule[1] = before;
-        starts[a.batch] = before;
+        plan.share = share;
+        plan.total = total;
+        plan.grain = grain;
+        starts[a.batch] = total;
     }
     __syncthreads();
-    for (int c = threadIdx.x; c < blocks; c += 256) {
+    for (int c = threadIdx.x; c < blocks; c += PLANNERS) {
         int low = 0, high = a.batch - 1;  // the last sequence that begins at or before c share
         while (low < high) {
             const int middle = (low + high + 1) / 2;
             if (starts[middle] <= c * share) low = middle; else high = middle - 1;
         }
-        starts[a.batch + 1 + c] = low;
+        plan.first_sequence(a.batch)[c] = low;
     }
 }
+
+#ifdef PROFILE
+__device__ u64 oscar_profile[4096][16];
+#define MARK(i) do { __syncthreads(); if (threadIdx.x == 0) oscar_profile[blockIdx.x][i] = clock64(); } while (0)
+#else
+#define MARK(i)
+#endif
 
 // -- shared memory -------------------------------------------------------------------------------
 
@@ -154,6 +221,8 @@ constexpr int SCRATCH_BYTES = THREADS * 64;
 struct Shared {
     alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, or warps' results
     alignas(16) u8 scratch[SCRATCH_BYTES];  // partial sums of a row times a matrix
+    Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];
+    float key_mean[HEAD_DIM];
     float q[ROWS][STRIDE];                // as given
     float history[ROWS][STRIDE];          // first the transformed queries, then sums of values
     float window[ROWS][STRIDE];
@@ -165,47 +234,58 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
 
-// rows[r][:] times matrix [HEAD_DIM][HEAD_DIM], four rows at a time; use(r, channel, sum) gets each.
-template <class Rows, class Use>
-DEVICE void times_matrix(const Rows& rows, const float* matrix, int count, u8* scratch, Use use) {
-    constexpr int QUADS = HEAD_DIM / 4;
-    constexpr int SPLITS = THREADS / QUADS;  // parts of the inner dimension
-    constexpr int DEPTH = (HEAD_DIM + SPLITS - 1) / SPLITS;
-    constexpr int BATCH = DEPTH < 16 ? DEPTH : 16;
-    float* sums = (float*)scratch;  // [SPLITS][4][HEAD_DIM]
-    const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
-    for (int r0 = 0; r0 < count; r0 += 4) {
+// A thread's part of a matrix [HEAD_DIM][HEAD_DIM]: four columns of some rows. Loaded long before
+// it is used, since it comes from far away.
+constexpr int MATRIX_QUADS = HEAD_DIM / 4;
+constexpr int MATRIX_SPLITS = THREADS / MATRIX_QUADS;  // parts of the inner dimension
+constexpr int MATRIX_DEPTH = (HEAD_DIM + MATRIX_SPLITS - 1) / MATRIX_SPLITS;
+constexpr int MATRIX_BATCH = MATRIX_DEPTH < 16 ? MATRIX_DEPTH : 16;  // what registers hold
+
+struct MatrixPart {
+    Quad m[MATRIX_BATCH];
+
+    DEVICE void load(const float* matrix, int k0 = 0) {
+        const int quad = threadIdx.x % MATRIX_QUADS, split = threadIdx.x / MATRIX_QUADS;
+        UNROLL for (int i = 0; i < MATRIX_BATCH; i++) {
+            const int k = split * MATRIX_DEPTH + k0 + i;
+            const bool there = k0 + i < MATRIX_DEPTH && k < HEAD_DIM;
+            m[i] = there ? load_quad(matrix + k * HEAD_DIM + 4 * quad) : Quad{0, 0, 0, 0};
+        }
+    }
+};
+
+// rows[r][:] times the matrix, four rows at a time; use(r, channel, sum) gets each result.
+template <class Use>
+DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, MatrixPart& part, u8* scratch,
+                         Use use) {
+    float* sums = (float*)scratch;  // [MATRIX_SPLITS][4][HEAD_DIM]
+    const int quad = threadIdx.x % MATRIX_QUADS, split = threadIdx.x / MATRIX_QUADS;
+    for (int r0 = 0; r0 < ROWS; r0 += 4) {
         float acc[4][4] = {};
-        if (split < SPLITS) {
-            for (int k0 = 0; k0 < DEPTH; k0 += BATCH) {
-                Quad m[BATCH];
-                UNROLL for (int i = 0; i < BATCH; i++) {
-                    const int k = split * DEPTH + k0 + i;
-                    m[i] = k < HEAD_DIM && k0 + i < DEPTH
-                        ? load_quad(matrix + k * HEAD_DIM + 4 * quad) : Quad{0, 0, 0, 0};
-                }
-                UNROLL for (int i = 0; i < BATCH; i++) {
-                    const int k = split * DEPTH + k0 + i;
-                    if (k >= HEAD_DIM || k0 + i >= DEPTH) break;
-                    UNROLL for (int r = 0; r < 4; r++) {
-                        const float x = rows[r0 + r][k];
-                        acc[r][0] += x * as_float(m[i].x);
-                        acc[r][1] += x * as_float(m[i].y);
-                        acc[r][2] += x * as_float(m[i].z);
-                        acc[r][3] += x * as_float(m[i].w);
-                    }
+        for (int k0 = 0; k0 < MATRIX_DEPTH; k0 += MATRIX_BATCH) {
+            if (k0 > 0 || (MATRIX_DEPTH > MATRIX_BATCH && r0 > 0)) part.load(matrix, k0);
+            UNROLL for (int i = 0; i < MATRIX_BATCH; i++) {
+                int k = split * MATRIX_DEPTH + k0 + i;
+                if (HEAD_DIM % (MATRIX_SPLITS * MATRIX_BATCH) && k >= HEAD_DIM) k = 0;  // times 0
+                UNROLL for (int r = 0; r < 4; r++) {
+                    const float x = rows[r0 + r][k];
+                    acc[r][0] += x * as_float(part.m[i].x);
+                    acc[r][1] += x * as_float(part.m[i].y);
+                    acc[r][2] += x * as_float(part.m[i].z);
+                    acc[r][3] += x * as_float(part.m[i].w);
                 }
             }
-            UNROLL for (int r = 0; r < 4; r++) {
+        }
+        if (split < MATRIX_SPLITS) {
+            UNROLL for (int r = 0; r < 4; r++)
                 *(Float4*)&sums[(split * 4 + r) * HEAD_DIM + 4 * quad] =
                     Float4{acc[r][0], acc[r][1], acc[r][2], acc[r][3]};
-            }
         }
         __syncthreads();
         for (int i = threadIdx.x; i < 4 * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
             float sum = 0;
-            UNROLL for (int s = 0; s < SPLITS; s++) sum += sums[(s * 4 + r) * HEAD_DIM + c];
+            UNROLL for (int k = 0; k < MATRIX_SPLITS; k++) sum += sums[(k * 4 + r) * HEAD_DIM + c];
             use(r0 + r, c, sum);
         }
         __syncthreads();
@@ -242,30 +322,44 @@ DEVICE float capped(float logit, float cap) {  // cap tanh(logit / cap), logits 
 
 struct Piece {
     int sequence, head, row_block, rows;   // rows: how many of the block's rows exist
-    int first;                             // position of the sequence's first new token
+    int first, start;                      // the sequence's first new token: position, row of q
     int window_begin, window_end, history_begin, history_end;  // tiles, chunks
 };
 
-// The block's query rows into shared memory.
+// The block's query rows into shared memory: plain, and as the B fragments of the windows' keys
+// (column g is row 4 (g & 1) + g / 2 of eight).
 DEVICE void load_queries(const Arguments& a, const Piece& p, Shared& s) {
-    const int start = a.query_start[p.sequence];
+    for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS)
+        s.key_mean[c] = a.key_mean[p.head * HEAD_DIM + c];
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
         const int r = i / HEAD_DIM, c = i % HEAD_DIM;
         float x = 0;
         if (r < p.rows) {
             const int row = p.row_block * ROWS + r;
-            const i64 at = (start + row / a.group) * a.q_token
+            const i64 at = (p.start + row / a.group) * a.q_token
                 + (p.head * a.group + row % a.group) * a.q_head + c;
             x = load_activation(a.q[at]);
         }
         s.q[r][c] = x;
     }
+    __syncthreads();
+    for (int i = threadIdx.x; i < COLUMN_TILES * WINDOW_CHUNKS * 32; i += THREADS) {
+        const int lane = i % 32, chunk = i / 32 % WINDOW_CHUNKS, n = i / (32 * WINDOW_CHUNKS);
+        const int g = lane / 4, c = 32 * chunk + 8 * (lane % 4), rows = 2 * n + (g & 1);
+        Quad b = {0, 0, 0, 0};
+        if (rows < ROW_GROUPS && c < HEAD_DIM) {
+            const float* row = s.q[4 * rows + g / 2] + c;
+            b = {pack_activation(row[0], row[1]), pack_activation(row[2], row[3]),
+                 pack_activation(row[4], row[5]), pack_activation(row[6], row[7])};
+        }
+        s.window_query[n][chunk][lane] = b;
+    }
 }
 
 // Transform the queries, split them into bytes, and note the constants of each row.
-DEVICE void prepare_queries(const Arguments& a, const Piece& p, Shared& s) {
+DEVICE void prepare_queries(const Arguments& a, const float* matrix, MatrixPart& part, Shared& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    times_matrix(s.q, a.query_matrix + (i64)p.head * HEAD_DIM * HEAD_DIM, ROWS, s.scratch,
+    times_matrix(s.q, matrix, part, s.scratch,
                  [&](int r, int c, float sum) { s.history[r][c] = sum; });
     const float scale = a.scale * LOG2E;
     for (int r = warp; r < ROWS; r += WARPS) {
@@ -275,7 +369,7 @@ DEVICE void prepare_queries(const Arguments& a, const Piece& p, Shared& s) {
             top = fmaxf(top, fabsf(x));
             UNROLL for (int group = 0; group < GROUPS; group++)
                 if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
-            mean += s.q[r][c] * a.key_mean[p.head * HEAD_DIM + c];
+            mean += s.q[r][c] * s.key_mean[c];
         }
         top = warp_max(top);
         mean = warp_sum(mean);
@@ -372,38 +466,48 @@ DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, 
         const int r = 4 * rows + t;
         position[rows] = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
     }
-    u32 query[COLUMN_TILES][WINDOW_CHUNKS][4];  // B fragments: column g is row 4 (g & 1) + g / 2
-    UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
-        const int rows = 2 * n + (g & 1);
-        UNROLL for (int chunk = 0; chunk < WINDOW_CHUNKS; chunk++) {
-            UNROLL for (int i = 0; i < 4; i++) {
-                const int c = 32 * chunk + 8 * t + 2 * i;
-                const bool there = rows < ROW_GROUPS && c < HEAD_DIM;
-                const float* row = s.q[there ? 4 * rows + g / 2 : 0];
-                query[n][chunk][i] = there ? pack_activation(row[c], row[c + 1]) : 0;
-            }
-        }
-    }
     const int last = q.length - 1;
+    auto column_of = [&](int tile) {
+        return tile < q.sink_tiles ? tile : q.first_recent + tile - q.sink_tiles;
+    };
+    auto page_of = [&](int tile) {
+        return tile < p.window_end
+            ? a.window_table[(i64)p.sequence * a.window_columns + column_of(tile)] : 0;
+    };
+    constexpr bool EARLY_VALUES = HEAD_DIM <= 128;  // else there are too few registers
+    int next_page = page_of(p.window_begin + warp);
     for (int tile = p.window_begin + warp; tile < p.window_end; tile += WARPS) {
-        const int column = tile < q.sink_tiles ? tile : q.first_recent + tile - q.sink_tiles;
-        const int page = a.window_table[(i64)p.sequence * a.window_columns + column];
+        const int page = next_page, start = column_of(tile) * WINDOW_ROWS;
+        next_page = page_of(tile + WARPS);
         if (page == 0) continue;
         const u16* keys = a.window + page * a.window_page + p.head * a.window_head;
         const u16* values = keys + WINDOW_ROWS * HEAD_DIM;
-        const int start = column * WINDOW_ROWS;
         const Quad zero = {0, 0, 0, 0};
+        auto load_key = [&](int token, int chunk) {
+            const int c = 32 * chunk + 8 * t;
+            return HEAD_DIM % 32 == 0 || c < HEAD_DIM ? load_quad(keys + token * HEAD_DIM + c) : zero;
+        };
+        auto load_value = [&](int i, int block) {  // token 2t, 2t+1, 2t+8 or 2t+9: eight channels
+            const int token = 2 * t + (i & 1) + 8 * (i >> 1);
+            const int j = start + token, c = 64 * block + 8 * g;
+            const bool written = j <= last && (j < a.sink || j > p.first - a.recent);
+            const bool there = written && (HEAD_DIM % 64 == 0 || c < HEAD_DIM);
+            return there ? load_quad(values + token * HEAD_DIM + c) : zero;
+        };
+        Quad k[WINDOW_CHUNKS][2], v[WINDOW_TILES / 4][4];
+        UNROLL for (int chunk = 0; chunk < WINDOW_CHUNKS; chunk++)
+            UNROLL for (int i = 0; i < 2; i++) k[chunk][i] = load_key(g + 8 * i, chunk);
+        if (EARLY_VALUES)
+            UNROLL for (int block = 0; block < WINDOW_TILES / 4; block++)
+                UNROLL for (int i = 0; i < 4; i++) v[block][i] = load_value(i, block);
 
         float logits[COLUMN_TILES][4] = {};
         UNROLL for (int chunk = 0; chunk < WINDOW_CHUNKS; chunk++) {
-            const int c = 32 * chunk + 8 * t;
-            const bool there = HEAD_DIM % 32 == 0 || c < HEAD_DIM;
-            const Quad k0 = there ? load_quad(keys + g * HEAD_DIM + c) : zero;
-            const Quad k1 = there ? load_quad(keys + (g + 8) * HEAD_DIM + c) : zero;
+            const Quad k0 = k[chunk][0], k1 = k[chunk][1];
             UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
-                u32 (&b)[4] = query[n][chunk];
-                mma_activation(logits[n], k0.x, k1.x, k0.y, k1.y, b[0], b[1]);
-                mma_activation(logits[n], k0.z, k1.z, k0.w, k1.w, b[2], b[3]);
+                const Quad b = s.window_query[n][chunk][lane];
+                mma_activation(logits[n], k0.x, k1.x, k0.y, k1.y, b.x, b.y);
+                mma_activation(logits[n], k0.z, k1.z, k0.w, k1.w, b.z, b.w);
             }
         }
         float weight[ROW_GROUPS][2];
@@ -442,21 +546,23 @@ DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, 
             }
         }
         UNROLL for (int block = 0; block < WINDOW_TILES / 4; block++) {
-            u32 v[4][4];  // tokens 2t, 2t+1, 2t+8, 2t+9: eight channels each
-            UNROLL for (int i = 0; i < 4; i++) {
-                const int token = 2 * t + (i & 1) + 8 * (i >> 1);
-                const int j = start + token, c = 64 * block + 8 * g;
-                const bool written = j <= last && (j < a.sink || j > p.first - a.recent);
-                const bool there = written && (HEAD_DIM % 64 == 0 || c < HEAD_DIM);
-                const Quad x = there ? load_quad(values + token * HEAD_DIM + c) : zero;
-                v[i][0] = x.x; v[i][1] = x.y; v[i][2] = x.z; v[i][3] = x.w;
-            }
-            UNROLL for (int i = 0; i < 4; i++) {
+            if (!EARLY_VALUES)
+                UNROLL for (int i = 0; i < 4; i++) v[block][i] = load_value(i, block);
+            UNROLL for (int i = 0; i < 4; i++) {  // channels i and i + 4 of the lane's eight
+                const Quad (&x)[4] = v[block];
                 const u32 select = i & 1 ? 0x7632 : 0x5410;
-                const u32 a0 = permute_bytes(v[0][i / 2], v[1][i / 2], select);
-                const u32 a1 = permute_bytes(v[0][2 + i / 2], v[1][2 + i / 2], select);
-                const u32 a2 = permute_bytes(v[2][i / 2], v[3][i / 2], select);
-                const u32 a3 = permute_bytes(v[2][2 + i / 2], v[3][2 + i / 2], select);
+                u32 a0, a1, a2, a3;
+                if (i < 2) {
+                    a0 = permute_bytes(x[0].x, x[1].x, select);
+                    a1 = permute_bytes(x[0].z, x[1].z, select);
+                    a2 = permute_bytes(x[2].x, x[3].x, select);
+                    a3 = permute_bytes(x[2].z, x[3].z, select);
+                } else {
+                    a0 = permute_bytes(x[0].y, x[1].y, select);
+                    a1 = permute_bytes(x[0].w, x[1].w, select);
+                    a2 = permute_bytes(x[2].y, x[3].y, select);
+                    a3 = permute_bytes(x[2].w, x[3].w, select);
+                }
                 UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
                     float (&d)[4] = out[n][4 * block + i];
                     mma_activation(d, a0, a1, a2, a3, b_high[n][0], b_high[n][1]);
@@ -535,20 +641,22 @@ struct Ring {
     }
 };
 
-// s and lo of one token and group.
+// The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8).
 struct Grid { float s, lo; };
 DEVICE Grid read_parameters(const u8* stored, int token, int group, float exponent) {
 #if PARAMETERS == 0
     const u32 x = *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
     return {half_to_float((u16)(x & 0xffff)), half_to_float((u16)(x >> 16))};
-#elif PARAMETERS == 1
+#else
+    // A byte n in the mantissa of 2^23 is the number 2^23 + n; `exponent` makes up for the 2^23.
+#if PARAMETERS == 1
     const u32 x = *(const u16*)(stored + token * PARAMETER_BYTES + 2 * group);
-    const float s = exp2_approx((float)(x & 0xff) * 0.0625f + exponent);
-    return {s, s * ((float)(int)(signed char)(x >> 8) * 0.03125f)};
+    const float z = as_float((x >> 8) ^ 0x4b000080u) - 8388736.0f;
+    return {exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent), z * 0.03125f};
 #else
     const u32 x = stored[token * PARAMETER_BYTES + group];
-    const float s = exp2_approx((float)x * 0.0625f + exponent);
-    return {s, -1.5f * s};
+    return {exp2_approx(as_float(x | 0x4b000000u) * 0.0625f + exponent), -1.5f};
+#endif
 #endif
 }
 
@@ -582,8 +690,8 @@ struct History {
             oldest[rows] = at - a.sliding + 1 > a.sink ? at - a.sliding + 1 : a.sink;
         }
         if (PARAMETERS) {
-            key_exponent = (float)a.exponents[p.head];
-            value_exponent = (float)a.exponents[a.kv_heads + p.head];
+            key_exponent = (float)(a.exponents[p.head] - (1 << 19));
+            value_exponent = (float)(a.exponents[a.kv_heads + p.head] - (1 << 19));
         }
         shift[0] = 64 * a.one;
         shift[1] = 16 * a.one;
@@ -656,11 +764,13 @@ struct History {
             UNROLL for (int i = 0; i < 2; i++) {
                 float x = mean[rows];
                 UNROLL for (int group = 0; group < GROUPS; group++) {
-                    x += key[i][group].lo * offset[rows][group];
                     const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
                     const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
                     const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
-                    x += key[i][group].s * ((h * 256.0f + b) * product[rows]);
+                    const float products = (h * 256.0f + b) * product[rows];
+                    const float offsets = key[i][group].lo * offset[rows][group];
+                    if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
+                    else x += key[i][group].s * (products + offsets);
                 }
                 if (SOFT_CAP) x = capped(x, soft_cap);
                 if (MASKED) {
@@ -690,21 +800,22 @@ struct History {
         }
         if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference(logits, p, value);
         u32 b[GROUPS][COLUMN_TILES][2];
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-            l[rows] += p[rows][0] + p[rows][1];
-            UNROLL for (int group = 0; group < GROUPS; group++)
-                lo[rows][group] += p[rows][0] * value[0][group].lo + p[rows][1] * value[1][group].lo;
-        }
         UNROLL for (int group = 0; group < GROUPS; group++) {
+            float weight[ROW_GROUPS][2];
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    weight[rows][i] = p[rows][i] * value[i][group].s;
+                    lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[rows][i]) * value[i][group].lo;
+                }
+            }
             UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
                 UNROLL for (int i = 0; i < 2; i++) {
-                    const float even = p[2 * n][i] * value[i][group].s;
-                    const float odd = 2 * n + 1 < ROW_GROUPS
-                        ? p[(2 * n + 1) % ROW_GROUPS][i] * value[i][group].s : 0.0f;
-                    b[group][n][i] = transpose_8x8(pack_half(even, odd));
+                    const float odd = 2 * n + 1 < ROW_GROUPS ? weight[(2 * n + 1) % ROW_GROUPS][i] : 0.0f;
+                    b[group][n][i] = transpose_8x8(pack_half(weight[2 * n][i], odd));
                 }
             }
         }
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[rows][0] + p[rows][1];
         // sum (p s) c, for tokens 2t, 2t + 1, 2t + 8, 2t + 9
         UNROLL for (int block = 0; block < (PADDED + 7) / 8; block++) {
             const int word = PADDED == 4 ? (g & 3) : 8 * block + g;
@@ -787,9 +898,14 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
               a.history_table + (i64)p.sequence * a.history_columns,
               q.first_chunk + p.history_begin + warp,
               chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages)};
+    const float* matrix = a.query_matrix + (i64)p.head * HEAD_DIM * HEAD_DIM;
+    MatrixPart part;
+    part.load(matrix);  // before the ring, so as not to queue behind it
     ring.open();
     UNROLL for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);  // on their way meanwhile
-    prepare_queries(a, p, s);
+    MARK(2);
+    prepare_queries(a, matrix, part, s);
+    MARK(3);
 
     History state;
     state.open(a, p, s);
@@ -819,14 +935,15 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     wait_copies<0>();
+    MARK(4);
     state.finish(s);
 }
 
 // -- results ---------------------------------------------------------------------------------------
 
 // The rows' final output, from sums in shared memory.
-DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, Shared& s) {
-    const int start = a.query_start[p.sequence];
+DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, const float* inverse,
+                       Shared& s) {
     const float* mean = a.value_mean ? a.value_mean + p.head * HEAD_DIM : nullptr;
     auto write = [&](int r, int c, float history) {
         if (r >= p.rows) return;
@@ -836,12 +953,13 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, Sha
         if (mean) history += s.l[0][r] * mean[c];
         const float x = (in_window * s.window[r][c] + in_history * history) / total;
         const int row = p.row_block * ROWS + r;
-        a.out[(start + row / a.group) * a.out_token + (p.head * a.group + row % a.group) * a.out_head
+        a.out[(p.start + row / a.group) * a.out_token + (p.head * a.group + row % a.group) * a.out_head
               + c] = (u16)pack_activation(x, 0.0f);
     };
-    if (has_history && a.value_inverse) {
-        times_matrix(s.history, a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM, ROWS, s.scratch,
-                     write);
+    if (has_history && inverse) {
+        MatrixPart part;
+        part.load(inverse);
+        times_matrix(s.history, inverse, part, s.scratch, write);
     } else {
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
@@ -870,42 +988,75 @@ DEVICE void write_partial(float* record, const Shared& s) {
 
 // Add up the pieces that blocks first .. first + pieces - 1 left. The first began its pair (slot 1).
 DEVICE void merge_pieces(const Arguments& a, int first, int pieces, Shared& s) {
-    constexpr int MOST = WORK_BYTES / (2 * ROWS * 4);  // factors that fit; more are done in turns
-    float (*factors)[2 * ROWS] = (float(*)[2 * ROWS])s.work;
-    for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
-        float top = NOTHING, sum = 0;
-        for (int piece = 0; piece < pieces; piece++)
-            top = fmaxf(top, load_fresh(record_of(a, first + piece, piece == 0) + 2 * i));
-        for (int piece = 0; piece < pieces; piece++) {
-            const float* record = record_of(a, first + piece, piece == 0) + 2 * i;
-            sum += load_fresh(record + 1) * exp2_approx(load_fresh(record) - top);
-        }
-        s.m[i / ROWS][i % ROWS] = top;
-        s.l[i / ROWS][i % ROWS] = sum;
+    constexpr int KINDS = 2 * ROWS;  // (kind, row)
+    constexpr int MOST = WORK_BYTES / (KINDS * 8);  // pieces whose m and l fit
+    static_assert(MOST >= 64, "too little shared memory for the partial results");
+    float (*m)[KINDS] = (float(*)[KINDS])s.work;
+    float (*l)[KINDS] = (float(*)[KINDS])(s.work + WORK_BYTES / 2);
+    if (pieces > MOST) pieces = MOST;  // the host sees to it that there are no more
+    for (int i = threadIdx.x; i < pieces * KINDS; i += THREADS) {
+        const int piece = i / KINDS;
+        const float* record = record_of(a, first + piece, piece == 0) + 2 * (i % KINDS);
+        m[piece][i % KINDS] = load_fresh(record);
+        l[piece][i % KINDS] = load_fresh(record + 1);
     }
-    for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS)
-        (i < ROWS * HEAD_DIM ? s.history : s.window)[i / HEAD_DIM % ROWS][i % HEAD_DIM] = 0;
-    for (int begin = 0; begin < pieces; begin += MOST) {
-        const int count = pieces - begin < MOST ? pieces - begin : MOST;
-        __syncthreads();
-        for (int i = threadIdx.x; i < count * 2 * ROWS; i += THREADS) {
-            const int piece = begin + i / (2 * ROWS), row = i % (2 * ROWS);
-            const float* record = record_of(a, first + piece, piece == 0) + 2 * row;
-            const float m = load_fresh(record), l = load_fresh(record + 1);
-            factors[i / (2 * ROWS)][row] =
-                l > 0 ? exp2_approx(m - s.m[row / ROWS][row % ROWS]) : 0.0f;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < KINDS; i += WARPS) {
+        float top = NOTHING, sum = 0;
+        for (int piece = lane; piece < pieces; piece += 32) top = fmaxf(top, m[piece][i]);
+        top = warp_max(top);
+        for (int piece = lane; piece < pieces; piece += 32) {
+            const float factor = l[piece][i] > 0 ? exp2_approx(m[piece][i] - top) : 0.0f;
+            sum += l[piece][i] * factor;
+            m[piece][i] = factor;
         }
-        __syncthreads();
-        for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS) {
-            const int row = i / HEAD_DIM;
-            float sum = 0;
-            UNROLL_8 for (int piece = 0; piece < count; piece++) {
-                const float factor = factors[piece][row];
-                const float* record = record_of(a, first + begin + piece, begin + piece == 0);
-                if (factor > 0) sum += factor * load_fresh(record + 4 * ROWS + i);
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            s.m[i / ROWS][i % ROWS] = top;
+            s.l[i / ROWS][i % ROWS] = sum;
+        }
+    }
+    __syncthreads();
+    constexpr int QUADS = ROWS * HEAD_DIM / 4;
+    constexpr int PARTS = THREADS > QUADS ? THREADS / QUADS : 1;  // of the pieces
+    constexpr int AT_ONCE = 8;
+    Float4* sums = (Float4*)s.scratch;  // [PARTS][QUADS]
+    for (int kind = 0; kind < 2; kind++) {
+        for (int i = threadIdx.x; i < PARTS * QUADS; i += THREADS) {
+            const int quad = i % QUADS, part = i / QUADS, row = kind * ROWS + quad / (HEAD_DIM / 4);
+            Float4 sum = {0, 0, 0, 0};
+            for (int base = part; base < pieces; base += AT_ONCE * PARTS) {
+                Float4 x[AT_ONCE];
+                float factor[AT_ONCE];
+                UNROLL for (int j = 0; j < AT_ONCE; j++) {
+                    const int piece = base + j * PARTS;
+                    factor[j] = piece < pieces ? m[piece][row] : 0.0f;
+                    const float* record = record_of(a, first + piece, piece == 0) + 2 * KINDS;
+                    x[j] = load_fresh_if(factor[j] > 0, record + 4 * (kind * QUADS + quad));
+                }
+                UNROLL for (int j = 0; j < AT_ONCE; j++) {
+                    sum.x += factor[j] * x[j].x;
+                    sum.y += factor[j] * x[j].y;
+                    sum.z += factor[j] * x[j].z;
+                    sum.w += factor[j] * x[j].w;
+                }
             }
-            (row < ROWS ? s.history : s.window)[row % ROWS][i % HEAD_DIM] += sum;
+            if (PARTS > 1) {
+                sums[i] = sum;
+            } else {
+                float* to = (kind ? s.window : s.history)[row % ROWS] + 4 * (quad % (HEAD_DIM / 4));
+                to[0] = sum.x; to[1] = sum.y; to[2] = sum.z; to[3] = sum.w;
+            }
         }
+        if (PARTS == 1) continue;
+        __syncthreads();
+        for (int i = threadIdx.x; i < 4 * QUADS; i += THREADS) {
+            float sum = 0;
+            UNROLL for (int part = 0; part < PARTS; part++) sum += ((float*)sums)[part * 4 * QUADS + i];
+            (kind ? s.window : s.history)[i / HEAD_DIM][i % HEAD_DIM] = sum;
+        }
+        __syncthreads();
     }
     __syncthreads();
 }
@@ -914,38 +1065,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
-    const int share = a.schedule[0], total = a.schedule[1];
-    const int* starts = a.schedule + 2;
+    MARK(0);
+    Schedule& plan = *(Schedule*)a.schedule;
+    const int share = plan.share, total = plan.total, grain = plan.grain;
+    const int* starts = plan.starts(a.batch);
+    int b = plan.first_sequence(a.batch)[blockIdx.x];
     int unit = blockIdx.x * share;
-    if (unit >= total) return;
     const int end = unit + share < total ? unit + share : total;
-    int b = starts[a.batch + 1 + blockIdx.x];
     while (unit < end) {
         while (starts[b + 1] <= unit) b++;
-        const Sequence q = describe(a, b);
-        const int line = (unit - starts[b]) / q.units, offset = (unit - starts[b]) % q.units;
+        const Sequence q = plan.sequences()[b];
+        const int units = q.units(), padded = round_up(units, grain);
+        const int line = (unit - starts[b]) / padded, offset = (unit - starts[b]) % padded;
         const int begin = unit - offset;  // where the pair begins
-        const int stop = offset + end - unit < q.units ? offset + end - unit : q.units;
+        const int stop = offset + end - unit < padded ? offset + end - unit : padded;
         unit = begin + stop;
 
         Piece p;
+        const int row_blocks = q.row_blocks(a.group);
         p.sequence = b;
-        p.head = line / q.row_blocks;
-        p.row_block = line % q.row_blocks;
+        p.head = line / row_blocks;
+        p.row_block = line % row_blocks;
         const int left = q.tokens * a.group - p.row_block * ROWS;
         p.rows = left < ROWS ? left : ROWS;
         p.first = q.length - q.tokens;
+        p.start = q.start;
         // A tile or chunk belongs to the block in which its units begin.
         const int windows = q.window_tiles * WINDOW_COST;
-        p.window_begin = ((offset < windows ? offset : windows) + WINDOW_COST - 1) / WINDOW_COST;
-        p.window_end = ((stop < windows ? stop : windows) + WINDOW_COST - 1) / WINDOW_COST;
-        p.history_begin = offset > windows ? (offset - windows + CHUNK - 1) / CHUNK : 0;
-        p.history_end = stop > windows ? (stop - windows + CHUNK - 1) / CHUNK : 0;
+        auto window_from = [&](int x) { return ((x < windows ? x : windows) + WINDOW_COST - 1) / WINDOW_COST; };
+        auto chunk_from = [&](int x) {
+            const int chunk = x > windows ? (x - windows + CHUNK - 1) / CHUNK : 0;
+            return chunk < q.chunks ? chunk : q.chunks;
+        };
+        p.window_begin = window_from(offset);
+        p.window_end = window_from(stop);
+        p.history_begin = chunk_from(offset);
+        p.history_end = chunk_from(stop);
         const bool has_windows = p.window_end > p.window_begin;
         const bool has_history = p.history_end > p.history_begin;
         if (!has_windows && !has_history) continue;
 
+        const float* inverse =
+            a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
         load_queries(a, p, s);
+        if (inverse)  // it will be wanted soon
+            for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
+                asm volatile("prefetch.global.L2 [%0];" :: "l"(inverse + 32 * i));
         if (threadIdx.x < 2 * ROWS) {
             s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
             s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
@@ -953,13 +1118,16 @@ oscar_decode(const __grid_constant__ Arguments a) {
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
             s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
         __syncthreads();
+        MARK(1);
         if (has_history) read_history(a, p, q, s);
+        MARK(5);
         if (has_windows) read_windows(a, p, q, s);
+        MARK(6);
 
-        const int last_unit = q.units - (q.chunks ? CHUNK : WINDOW_COST);  // where the last begins
+        const int last_unit = units - (q.chunks ? CHUNK : WINDOW_COST);  // where the last begins
         const int first_block = begin / share;
         const int pieces = (begin + last_unit) / share - first_block + 1;
-        bool complete = has_history;
+        bool last = true;
         if (pieces > 1) {
             write_partial(record_of(a, blockIdx.x, (int)blockIdx.x == first_block), s);
             __threadfence();
@@ -971,12 +1139,18 @@ oscar_decode(const __grid_constant__ Arguments a) {
                 s.last = before == pieces - 1;
             }
             __syncthreads();
-            if (!s.last) continue;
-            __threadfence();
-            merge_pieces(a, first_block, pieces, s);
-            complete = q.chunks > 0;
+            last = s.last;
+            MARK(7);
         }
-        write_rows(a, p, complete, s);
+        if (last) {
+            if (pieces > 1) {
+                __threadfence();
+                merge_pieces(a, first_block, pieces, s);
+            }
+            MARK(8);
+            write_rows(a, p, q.chunks > 0, inverse, s);
+        }
         __syncthreads();
+        MARK(9);
     }
 }

@@ -12,7 +12,6 @@ from oscarkv.kernels.cuda.launch import load, variant
 from oscarkv.kernels.triton.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
-WARPS = 8
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
 RING_BYTES = 10 * 1024
@@ -73,6 +72,11 @@ class Geometry:
         )
 
     @property
+    def warps(self) -> int:
+        """Two blocks of 8 on a processor, with 128 registers a thread; wide heads need more."""
+        return 12 if self.head_dim > 128 and self.row_groups == 1 else 8
+
+    @property
     def rows(self) -> int:
         return 4 * self.row_groups
 
@@ -97,16 +101,16 @@ class Geometry:
     def shared_bytes(self) -> int:
         """At least `sizeof(Shared)` of decode.cu, which checks it."""
         rows, stride = self.rows, 4 * (self.head_dim + 8)
-        ring = WARPS * self.stages * self.chunk * self.tile_bytes
+        ring = self.warps * self.stages * self.chunk * self.tile_bytes
         words = -(-self.head_dim // 16)
         parts = 4 if words <= 4 else 8 if words <= 8 else 16
-        small = 4 * rows * (2 + self.groups) + 4 * WARPS * rows * (2 + self.groups) + 16 * rows
-        queries = self.row_groups * parts * 32 * 4
-        return max(ring, WARPS * rows * stride) + WARPS * 32 * 64 + 3 * rows * stride + queries + small + 256
+        small = 4 * rows * (2 + self.groups) + 4 * self.warps * rows * (2 + self.groups) + 16 * rows
+        queries = self.row_groups * parts * 32 * 4 + (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
+        return max(ring, self.warps * rows * stride) + self.warps * 32 * 64 + 3 * rows * stride + 4 * self.head_dim + queries + small + 256
 
     @property
     def blocks_per_sm(self) -> int:
-        return 2 if self.shared_bytes <= 112 * 1024 else 1
+        return 2 if self.warps == 8 and self.shared_bytes <= 112 * 1024 else 1
 
     def macros(self) -> dict[str, int]:
         return {
@@ -118,7 +122,7 @@ class Geometry:
             "ROW_GROUPS": self.row_groups,
             "CHUNK": self.chunk,
             "STAGES": self.stages,
-            "WARPS": WARPS,
+            "WARPS": self.warps,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
@@ -198,10 +202,10 @@ class DecodeKernel:
         arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
         arguments.q_token, arguments.q_head = q.stride(0), q.stride(1)
         arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
-        self._decode_kernel.launch((self.blocks, 1, 1), 32 * WARPS, arguments)
+        self._decode_kernel.launch((self.blocks, 1, 1), 32 * self.geometry.warps, arguments)
 
     def _reserve(self, batch: int, pairs: int) -> None:
-        size = batch + self.blocks + 3
+        size = 4 + 9 * batch + 1 + self.blocks  # `Schedule` of decode.cu
         if self._schedule.numel() < size:
             self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
         if self._arrivals.numel() < pairs:

@@ -23,7 +23,7 @@ class Kernel:
     def __init__(self, module: Any, name: str, shared_bytes: int) -> None:
         from cuda.bindings import driver
 
-        self._launch = driver.cuLaunchKernel
+        self._launch, self._module = driver.cuLaunchKernel, module
         self._handle = _checked(driver.cuModuleGetFunction(module, name.encode()))
         self._shared_bytes = shared_bytes
         if shared_bytes > 48 * 1024:
