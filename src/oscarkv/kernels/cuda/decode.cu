@@ -114,6 +114,7 @@ struct Schedule {
 DEVICE int round_up(int x, int grain) { return (x + grain - 1) / grain * grain; }
 
 constexpr int PLANNERS = 256;
+constexpr int SCHEDULED = 64;  // sequences whose facts a block takes in one go
 
 // Sum (and largest) of every thread's number; also the sum of the threads before this one.
 DEVICE int block_sum(int x, int* sums, int& before) {
@@ -230,6 +231,8 @@ struct Shared {
     float product_scale[ROWS], offset_scale[ROWS][GROUPS], mean_logit[ROWS];
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
     float m[2][ROWS], l[2][ROWS];         // history, windows
+    float lo[ROWS][GROUPS];
+    u32 schedule[4 + 9 * SCHEDULED + 1];   // the schedule of a small batch
     int last;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
@@ -326,35 +329,46 @@ struct Piece {
     int window_begin, window_end, history_begin, history_end;  // tiles, chunks
 };
 
-// The block's query rows into shared memory: plain, and as the B fragments of the windows' keys
-// (column g is row 4 (g & 1) + g / 2 of eight).
-DEVICE void load_queries(const Arguments& a, const Piece& p, Shared& s) {
-    for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS)
-        s.key_mean[c] = a.key_mean[p.head * HEAD_DIM + c];
-    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
-        const int r = i / HEAD_DIM, c = i % HEAD_DIM;
-        float x = 0;
-        if (r < p.rows) {
-            const int row = p.row_block * ROWS + r;
-            const i64 at = (p.start + row / a.group) * a.q_token
-                + (p.head * a.group + row % a.group) * a.q_head + c;
-            x = load_activation(a.q[at]);
+// The block's query rows and what else they need, on their way to shared memory.
+struct Queries {
+    static constexpr int EACH = (ROWS * HEAD_DIM + THREADS - 1) / THREADS;
+    float x[EACH], mean;
+
+    DEVICE void load(const Arguments& a, const Piece& p) {
+        UNROLL for (int n = 0; n < EACH; n++) {
+            const int i = n * THREADS + threadIdx.x, r = i / HEAD_DIM, c = i % HEAD_DIM;
+            x[n] = 0;
+            if (r < p.rows) {
+                const int row = p.row_block * ROWS + r;
+                x[n] = load_activation(a.q[(p.start + row / a.group) * a.q_token
+                                           + (p.head * a.group + row % a.group) * a.q_head + c]);
+            }
         }
-        s.q[r][c] = x;
+        mean = threadIdx.x < HEAD_DIM ? a.key_mean[p.head * HEAD_DIM + threadIdx.x] : 0.0f;
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < COLUMN_TILES * WINDOW_CHUNKS * 32; i += THREADS) {
-        const int lane = i % 32, chunk = i / 32 % WINDOW_CHUNKS, n = i / (32 * WINDOW_CHUNKS);
-        const int g = lane / 4, c = 32 * chunk + 8 * (lane % 4), rows = 2 * n + (g & 1);
-        Quad b = {0, 0, 0, 0};
-        if (rows < ROW_GROUPS && c < HEAD_DIM) {
-            const float* row = s.q[4 * rows + g / 2] + c;
-            b = {pack_activation(row[0], row[1]), pack_activation(row[2], row[3]),
-                 pack_activation(row[4], row[5]), pack_activation(row[6], row[7])};
+
+    // Plain, and as the B fragments of the windows' keys (column g is row 4 (g & 1) + g / 2 of 8).
+    DEVICE void store(Shared& s) const {
+        UNROLL for (int n = 0; n < EACH; n++) {
+            const int i = n * THREADS + threadIdx.x;
+            if (i < ROWS * HEAD_DIM) s.q[i / HEAD_DIM][i % HEAD_DIM] = x[n];
         }
-        s.window_query[n][chunk][lane] = b;
+        if (threadIdx.x < HEAD_DIM) s.key_mean[threadIdx.x] = mean;
+        __syncthreads();
+        for (int i = threadIdx.x; i < COLUMN_TILES * WINDOW_CHUNKS * 32; i += THREADS) {
+            const int lane = i % 32, chunk = i / 32 % WINDOW_CHUNKS, n = i / (32 * WINDOW_CHUNKS);
+            const int g = lane / 4, c = 32 * chunk + 8 * (lane % 4), rows = 2 * n + (g & 1);
+            Quad b = {0, 0, 0, 0};
+            if (rows < ROW_GROUPS && c < HEAD_DIM) {
+                const float* row = s.q[4 * rows + g / 2] + c;
+                b = {pack_activation(row[0], row[1]), pack_activation(row[2], row[3]),
+                     pack_activation(row[4], row[5]), pack_activation(row[6], row[7])};
+            }
+            s.window_query[n][chunk][lane] = b;
+        }
     }
-}
+};
+static_assert(THREADS >= HEAD_DIM, "a thread for every channel's mean");
 
 // Transform the queries, split them into bytes, and note the constants of each row.
 DEVICE void prepare_queries(const Arguments& a, const float* matrix, MatrixPart& part, Shared& s) {
@@ -431,23 +445,25 @@ DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4
     }
     if (threadIdx.x < ROWS) {
         const int r = threadIdx.x;
-        float top = NOTHING, sum = 0;
-        for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
-        for (int w = 0; w < WARPS; w++) sum += s.warp_l[w][r] * exp2_approx(s.warp_m[w][r] - top);
+        float top = NOTHING, sum = 0, lo[GROUPS] = {};
+        UNROLL for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
+        UNROLL for (int w = 0; w < WARPS; w++) {
+            const float factor = exp2_approx(s.warp_m[w][r] - top);
+            sum += s.warp_l[w][r] * factor;
+            if (kind == 0)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    lo[group] += s.warp_lo[w][r][group] * factor;
+        }
         s.m[kind][r] = top;
         s.l[kind][r] = sum;
+        UNROLL for (int group = 0; group < GROUPS; group++) s.lo[r][group] = lo[group];
     }
     __syncthreads();
     float (*result)[STRIDE] = kind ? s.window : s.history;
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
         const int r = i / HEAD_DIM, c = i % HEAD_DIM;
-        float sum = 0;
+        float sum = s.lo[r][GROUPS == 1 ? 0 : c / (HEAD_DIM / GROUPS)];
         UNROLL for (int w = 0; w < WARPS; w++) sum += ((float*)s.work)[(w * ROWS + r) * STRIDE + c];
-        if (kind == 0) {
-            const int group = GROUPS == 1 ? 0 : c / (HEAD_DIM / GROUPS);
-            for (int w = 0; w < WARPS; w++)
-                sum += s.warp_lo[w][r][group] * exp2_approx(s.warp_m[w][r] - s.m[0][r]);
-        }
         result[r][c] = sum;
     }
     __syncthreads();
@@ -890,7 +906,8 @@ struct History {
     }
 };
 
-DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Queries& queries,
+                         Shared& s) {
     const int warp = threadIdx.x / 32;
     u8* stages = s.work + warp * STAGES * STAGE_BYTES;
     const int chunks = p.history_end - p.history_begin;
@@ -900,9 +917,11 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
               chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages)};
     const float* matrix = a.query_matrix + (i64)p.head * HEAD_DIM * HEAD_DIM;
     MatrixPart part;
-    part.load(matrix);  // before the ring, so as not to queue behind it
     ring.open();
+    queries.load(a, p);
+    part.load(matrix);  // before the ring, so as not to queue behind it
     UNROLL for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);  // on their way meanwhile
+    queries.store(s);
     MARK(2);
     prepare_queries(a, matrix, part, s);
     MARK(3);
@@ -986,14 +1005,15 @@ DEVICE void write_partial(float* record, const Shared& s) {
     }
 }
 
-// Add up the pieces that blocks first .. first + pieces - 1 left. The first began its pair (slot 1).
-DEVICE void merge_pieces(const Arguments& a, int first, int pieces, Shared& s) {
+// Add up what blocks first .. first + pieces - 1 left of one pair, the first of them in its slot 1.
+// Windows can only be in the first `window_pieces`, history from `history_piece` on.
+DEVICE void merge_pieces(const Arguments& a, int first, int pieces, int window_pieces,
+                         int history_piece, Shared& s) {
     constexpr int KINDS = 2 * ROWS;  // (kind, row)
     constexpr int MOST = WORK_BYTES / (KINDS * 8);  // pieces whose m and l fit
-    static_assert(MOST >= 64, "too little shared memory for the partial results");
+    static_assert(MOST >= 128, "too little shared memory for the partial results");
     float (*m)[KINDS] = (float(*)[KINDS])s.work;
     float (*l)[KINDS] = (float(*)[KINDS])(s.work + WORK_BYTES / 2);
-    if (pieces > MOST) pieces = MOST;  // the host sees to it that there are no more
     for (int i = threadIdx.x; i < pieces * KINDS; i += THREADS) {
         const int piece = i / KINDS;
         const float* record = record_of(a, first + piece, piece == 0) + 2 * (i % KINDS);
@@ -1020,18 +1040,20 @@ DEVICE void merge_pieces(const Arguments& a, int first, int pieces, Shared& s) {
     __syncthreads();
     constexpr int QUADS = ROWS * HEAD_DIM / 4;
     constexpr int PARTS = THREADS > QUADS ? THREADS / QUADS : 1;  // of the pieces
-    constexpr int AT_ONCE = 8;
-    Float4* sums = (Float4*)s.scratch;  // [PARTS][QUADS]
+    constexpr int AT_ONCE = 12;
+    static_assert(PARTS * QUADS * 16 <= SCRATCH_BYTES + (PARTS == 1) * (1 << 20), "scratch");
     for (int kind = 0; kind < 2; kind++) {
+        float (*result)[STRIDE] = kind ? s.window : s.history;
+        const int begin = kind ? 0 : history_piece, end = kind ? window_pieces : pieces;
         for (int i = threadIdx.x; i < PARTS * QUADS; i += THREADS) {
-            const int quad = i % QUADS, part = i / QUADS, row = kind * ROWS + quad / (HEAD_DIM / 4);
+            const int quad = i % QUADS, row = quad / (HEAD_DIM / 4);
             Float4 sum = {0, 0, 0, 0};
-            for (int base = part; base < pieces; base += AT_ONCE * PARTS) {
+            for (int base = begin + i / QUADS; base < end; base += AT_ONCE * PARTS) {
                 Float4 x[AT_ONCE];
                 float factor[AT_ONCE];
                 UNROLL for (int j = 0; j < AT_ONCE; j++) {
                     const int piece = base + j * PARTS;
-                    factor[j] = piece < pieces ? m[piece][row] : 0.0f;
+                    factor[j] = piece < end ? m[piece][kind * ROWS + row] : 0.0f;
                     const float* record = record_of(a, first + piece, piece == 0) + 2 * KINDS;
                     x[j] = load_fresh_if(factor[j] > 0, record + 4 * (kind * QUADS + quad));
                 }
@@ -1042,19 +1064,16 @@ DEVICE void merge_pieces(const Arguments& a, int first, int pieces, Shared& s) {
                     sum.w += factor[j] * x[j].w;
                 }
             }
-            if (PARTS > 1) {
-                sums[i] = sum;
-            } else {
-                float* to = (kind ? s.window : s.history)[row % ROWS] + 4 * (quad % (HEAD_DIM / 4));
-                to[0] = sum.x; to[1] = sum.y; to[2] = sum.z; to[3] = sum.w;
-            }
+            float* to = PARTS > 1 ? (float*)s.scratch + 4 * i
+                                  : result[row] + 4 * (quad % (HEAD_DIM / 4));
+            to[0] = sum.x; to[1] = sum.y; to[2] = sum.z; to[3] = sum.w;
         }
         if (PARTS == 1) continue;
         __syncthreads();
         for (int i = threadIdx.x; i < 4 * QUADS; i += THREADS) {
             float sum = 0;
-            UNROLL for (int part = 0; part < PARTS; part++) sum += ((float*)sums)[part * 4 * QUADS + i];
-            (kind ? s.window : s.history)[i / HEAD_DIM][i % HEAD_DIM] = sum;
+            UNROLL for (int part = 0; part < PARTS; part++) sum += ((float*)s.scratch)[part * 4 * QUADS + i];
+            result[i / HEAD_DIM][i % HEAD_DIM] = sum;
         }
         __syncthreads();
     }
@@ -1066,10 +1085,15 @@ oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
     MARK(0);
-    Schedule& plan = *(Schedule*)a.schedule;
+    int b = ((Schedule*)a.schedule)->first_sequence(a.batch)[blockIdx.x];
+    if (a.batch <= SCHEDULED) {
+        for (int i = threadIdx.x; i < 4 + (FACTS + 1) * a.batch + 1; i += THREADS)
+            s.schedule[i] = ((const u32*)a.schedule)[i];
+        __syncthreads();
+    }
+    Schedule& plan = *(Schedule*)(a.batch <= SCHEDULED ? (int*)s.schedule : a.schedule);
     const int share = plan.share, total = plan.total, grain = plan.grain;
     const int* starts = plan.starts(a.batch);
-    int b = plan.first_sequence(a.batch)[blockIdx.x];
     int unit = blockIdx.x * share;
     const int end = unit + share < total ? unit + share : total;
     while (unit < end) {
@@ -1107,7 +1131,7 @@ oscar_decode(const __grid_constant__ Arguments a) {
 
         const float* inverse =
             a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
-        load_queries(a, p, s);
+        Queries queries;
         if (inverse)  // it will be wanted soon
             for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
                 asm volatile("prefetch.global.L2 [%0];" :: "l"(inverse + 32 * i));
@@ -1117,9 +1141,14 @@ oscar_decode(const __grid_constant__ Arguments a) {
         }
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
             s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
-        __syncthreads();
         MARK(1);
-        if (has_history) read_history(a, p, q, s);
+        if (has_history) {
+            read_history(a, p, q, queries, s);
+        } else {
+            queries.load(a, p);
+            queries.store(s);
+            __syncthreads();
+        }
         MARK(5);
         if (has_windows) read_windows(a, p, q, s);
         MARK(6);
@@ -1145,7 +1174,9 @@ oscar_decode(const __grid_constant__ Arguments a) {
         if (last) {
             if (pieces > 1) {
                 __threadfence();
-                merge_pieces(a, first_block, pieces, s);
+                const int windows_end = windows > 0 ? (begin + windows - 1) / share : first_block - 1;
+                merge_pieces(a, first_block, pieces, windows_end - first_block + 1,
+                             (begin + windows) / share - first_block, s);
             }
             MARK(8);
             write_rows(a, p, q.chunks > 0, inverse, s);

@@ -104,9 +104,9 @@ class Geometry:
         ring = self.warps * self.stages * self.chunk * self.tile_bytes
         words = -(-self.head_dim // 16)
         parts = 4 if words <= 4 else 8 if words <= 8 else 16
-        small = 4 * rows * (2 + self.groups) + 4 * self.warps * rows * (2 + self.groups) + 16 * rows
+        small = 4 * rows * (2 + self.groups) + 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (4 + self.groups)
         queries = self.row_groups * parts * 32 * 4 + (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        return max(ring, self.warps * rows * stride) + self.warps * 32 * 64 + 3 * rows * stride + 4 * self.head_dim + queries + small + 256
+        return max(ring, self.warps * rows * stride) + self.warps * 32 * 64 + 3 * rows * stride + 4 * self.head_dim + queries + small + 4 * (5 + 9 * 64) + 256
 
     @property
     def blocks_per_sm(self) -> int:
