@@ -12,7 +12,8 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
-#define UNROLL_16 _Pragma("unroll 16")
+#define UNROLL_4 _Pragma("unroll 4")
+#define ROLLED _Pragma("unroll 1")
 #define INFINITE as_float(0x7f800000u)
 
 // -- the packed format (docs/format.md), 2 bits ------------------------------------------------
@@ -24,7 +25,6 @@ constexpr int PARAMETER_BYTES = GROUPS * (PARAMETERS == 0 ? 4 : PARAMETERS == 1 
 constexpr int VALUE_CODES = PAGE * WORDS * 4;
 constexpr int KEY_PARAMETERS = 2 * VALUE_CODES;
 constexpr int VALUE_PARAMETERS = KEY_PARAMETERS + PAGE * PARAMETER_BYTES;
-constexpr int PAGE_BYTES = (VALUE_PARAMETERS + PAGE * PARAMETER_BYTES + 15) / 16 * 16;
 constexpr int TILE = 16;                                            // tokens of a tile
 constexpr int WINDOW_ROWS = 16;                                     // tokens of a window page
 
@@ -108,16 +108,6 @@ DEVICE Quad load_quad(const void* p) {  // data that no launch in flight changes
 DEVICE float load_fresh(const float* p) {  // written by another block of this launch
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
-    return v;
-}
-
-DEVICE Float4 load_fresh_if(bool there, const float* p) {  // zeros otherwise
-    Float4 v;
-    asm volatile(
-        "{ .reg .pred q; setp.ne.u32 q, %5, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; "
-        "mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000; "
-        "@q ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4]; }"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p), "r"((u32)there));
     return v;
 }
 

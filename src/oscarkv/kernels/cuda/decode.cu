@@ -1,4 +1,6 @@
-// Attention of a few new tokens per sequence over packed history and exact windows: one launch.
+// Attention of a few new tokens per sequence over packed history and exact windows: two launches,
+// oscar_queries (transforms the queries) and oscar_decode (everything else), the second started
+// while the first still runs.
 //
 // Further macros: ROW_GROUPS (1, 2 or 4: query rows of a block in fours), CHUNK (tiles of 16 tokens
 // that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM, SOFT_CAP.
@@ -34,9 +36,9 @@ constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: 
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
 constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
-constexpr float WEIGHT_LIMIT = 4096.0f;  // p s above this (float16 ends at 65504) moves m
 constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
 constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
+constexpr float WEIGHT_LIMIT = 4096.0f;  // p s above this (float16 ends at 65504) moves m
 
 struct Arguments {
     const u16* q;
@@ -50,6 +52,7 @@ struct Arguments {
     int* schedule;
     int* arrivals;
     float* partial;
+    void* queries;
     const float* query_matrix;
     const float* key_mean;
     const float* value_inverse;
@@ -156,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments 
     // saves their partial results, if it makes the shares at most an eighth larger.
     if (largest > 0) {
         const bool split = largest >= share;
-        const int fitted = split ? (largest + largest / share - 1) / (largest / share)
-                                 : round_up(share, largest);
+        const int parts = (largest + share / 2) / share;
+        const int fitted = split ? (largest + parts - 1) / parts : round_up(share, largest);
         if (fitted <= share + share / 8) {
             int padded = 0;
             for (int base = 0; base < a.batch; base += PLANNERS) {
@@ -216,19 +219,18 @@ __device__ u64 oscar_profile[4096][16];
 
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int MERGE_BYTES = WARPS * ROWS * STRIDE * 4;
-constexpr int WORK_BYTES = (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES);
 constexpr int SCRATCH_BYTES = THREADS * 64;
+constexpr int MATRIX_ROWS = HEAD_DIM <= 128 ? HEAD_DIM : 64;  // of a matrix, at a time
+constexpr int MATRIX_BYTES = MATRIX_ROWS * HEAD_DIM * 4;
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+// While a matrix is used, it lies behind what the warps' results and its partial sums take.
+constexpr int MATRIX_AT = larger(MERGE_BYTES, SCRATCH_BYTES) + 127 & ~127;
+constexpr int WORK_BYTES = larger(RING_BYTES, MATRIX_AT + MATRIX_BYTES);
 
 struct Shared {
-    alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, or warps' results
-    alignas(16) u8 scratch[SCRATCH_BYTES];  // partial sums of a row times a matrix
-    Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];
-    float key_mean[HEAD_DIM];
-    float q[ROWS][STRIDE];                // as given
-    float history[ROWS][STRIDE];          // first the transformed queries, then sums of values
-    float window[ROWS][STRIDE];
-    u32 key_parts[ROW_GROUPS][KEY_PARTS][32];  // the transformed queries' bytes, as B fragments
-    float product_scale[ROWS], offset_scale[ROWS][GROUPS], mean_logit[ROWS];
+    alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, warps' results, a matrix
+    Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];  // B fragments
+    float history[ROWS][STRIDE], window[ROWS][STRIDE];  // sums of values
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
     float m[2][ROWS], l[2][ROWS];         // history, windows
     float lo[ROWS][GROUPS];
@@ -237,58 +239,58 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
 
-// A thread's part of a matrix [HEAD_DIM][HEAD_DIM]: four columns of some rows. Loaded long before
-// it is used, since it comes from far away.
-constexpr int MATRIX_QUADS = HEAD_DIM / 4;
-constexpr int MATRIX_SPLITS = THREADS / MATRIX_QUADS;  // parts of the inner dimension
-constexpr int MATRIX_DEPTH = (HEAD_DIM + MATRIX_SPLITS - 1) / MATRIX_SPLITS;
-constexpr int MATRIX_BATCH = MATRIX_DEPTH < 16 ? MATRIX_DEPTH : 16;  // what registers hold
+// Code outside the main loops is kept small rather than fast: few blocks run it, so it is not in
+// their processor's instruction cache, and fetching it costs more than running it.
 
-struct MatrixPart {
-    Quad m[MATRIX_BATCH];
+// A matrix [HEAD_DIM][HEAD_DIM] in shared memory, as many rows of it as fit at a time.
+DEVICE void fetch_matrix(const float* matrix, int k0, u8* shared) {
+    const u32 to = shared_address(shared);
+    const u8* from = (const u8*)(matrix + k0 * HEAD_DIM);
+    const int bytes = (HEAD_DIM - k0 < MATRIX_ROWS ? HEAD_DIM - k0 : MATRIX_ROWS) * HEAD_DIM * 4;
+    ROLLED for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) copy_async(to + i, from + i);
+    commit_copies();
+}
 
-    DEVICE void load(const float* matrix, int k0 = 0) {
-        const int quad = threadIdx.x % MATRIX_QUADS, split = threadIdx.x / MATRIX_QUADS;
-        UNROLL for (int i = 0; i < MATRIX_BATCH; i++) {
-            const int k = split * MATRIX_DEPTH + k0 + i;
-            const bool there = k0 + i < MATRIX_DEPTH && k < HEAD_DIM;
-            m[i] = there ? load_quad(matrix + k * HEAD_DIM + 4 * quad) : Quad{0, 0, 0, 0};
-        }
-    }
-};
-
-// rows[r][:] times the matrix, four rows at a time; use(r, channel, sum) gets each result.
+// rows[r][:] times the matrix; use(r, channel, sum) gets each result. The matrix's first rows have
+// been fetched, and stay if they are all of it.
 template <class Use>
-DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, MatrixPart& part, u8* scratch,
+DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* shared, u8* scratch,
                          Use use) {
-    float* sums = (float*)scratch;  // [MATRIX_SPLITS][4][HEAD_DIM]
-    const int quad = threadIdx.x % MATRIX_QUADS, split = threadIdx.x / MATRIX_QUADS;
-    for (int r0 = 0; r0 < ROWS; r0 += 4) {
+    constexpr int QUADS = HEAD_DIM / 4;
+    constexpr int SPLITS = THREADS / QUADS;  // parts of the inner dimension
+    float* sums = (float*)scratch;  // [SPLITS][4][HEAD_DIM]
+    const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
+    ROLLED for (int r0 = 0; r0 < ROWS; r0 += 4) {
         float acc[4][4] = {};
-        for (int k0 = 0; k0 < MATRIX_DEPTH; k0 += MATRIX_BATCH) {
-            if (k0 > 0 || (MATRIX_DEPTH > MATRIX_BATCH && r0 > 0)) part.load(matrix, k0);
-            UNROLL for (int i = 0; i < MATRIX_BATCH; i++) {
-                int k = split * MATRIX_DEPTH + k0 + i;
-                if (HEAD_DIM % (MATRIX_SPLITS * MATRIX_BATCH) && k >= HEAD_DIM) k = 0;  // times 0
-                UNROLL for (int r = 0; r < 4; r++) {
-                    const float x = rows[r0 + r][k];
-                    acc[r][0] += x * as_float(part.m[i].x);
-                    acc[r][1] += x * as_float(part.m[i].y);
-                    acc[r][2] += x * as_float(part.m[i].z);
-                    acc[r][3] += x * as_float(part.m[i].w);
+        ROLLED for (int k0 = 0; k0 < HEAD_DIM; k0 += MATRIX_ROWS) {
+            if (MATRIX_ROWS < HEAD_DIM && r0 + k0 > 0) fetch_matrix(matrix, k0, shared);
+            wait_copies<0>();
+            __syncthreads();
+            const int count = HEAD_DIM - k0 < MATRIX_ROWS ? HEAD_DIM - k0 : MATRIX_ROWS;
+            if (split < SPLITS) {
+                UNROLL_4 for (int k = split; k < count; k += SPLITS) {
+                    const Float4 m = ((const Float4*)shared)[k * QUADS + quad];
+                    UNROLL for (int r = 0; r < 4; r++) {
+                        const float x = rows[r0 + r][k0 + k];
+                        acc[r][0] += x * m.x;
+                        acc[r][1] += x * m.y;
+                        acc[r][2] += x * m.z;
+                        acc[r][3] += x * m.w;
+                    }
                 }
             }
+            if (MATRIX_ROWS < HEAD_DIM) __syncthreads();
         }
-        if (split < MATRIX_SPLITS) {
+        if (split < SPLITS) {
             UNROLL for (int r = 0; r < 4; r++)
                 *(Float4*)&sums[(split * 4 + r) * HEAD_DIM + 4 * quad] =
                     Float4{acc[r][0], acc[r][1], acc[r][2], acc[r][3]};
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < 4 * HEAD_DIM; i += THREADS) {
+        ROLLED for (int i = threadIdx.x; i < 4 * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
             float sum = 0;
-            UNROLL for (int k = 0; k < MATRIX_SPLITS; k++) sum += sums[(k * 4 + r) * HEAD_DIM + c];
+            UNROLL for (int k = 0; k < SPLITS; k++) sum += sums[(k * 4 + r) * HEAD_DIM + c];
             use(r0 + r, c, sum);
         }
         __syncthreads();
@@ -329,91 +331,114 @@ struct Piece {
     int window_begin, window_end, history_begin, history_end;  // tiles, chunks
 };
 
-// The block's query rows and what else they need, on their way to shared memory.
-struct Queries {
-    static constexpr int EACH = (ROWS * HEAD_DIM + THREADS - 1) / THREADS;
-    float x[EACH], mean;
-
-    DEVICE void load(const Arguments& a, const Piece& p) {
-        UNROLL for (int n = 0; n < EACH; n++) {
-            const int i = n * THREADS + threadIdx.x, r = i / HEAD_DIM, c = i % HEAD_DIM;
-            x[n] = 0;
-            if (r < p.rows) {
-                const int row = p.row_block * ROWS + r;
-                x[n] = load_activation(a.q[(p.start + row / a.group) * a.q_token
-                                           + (p.head * a.group + row % a.group) * a.q_head + c]);
-            }
-        }
-        mean = threadIdx.x < HEAD_DIM ? a.key_mean[p.head * HEAD_DIM + threadIdx.x] : 0.0f;
-    }
-
-    // Plain, and as the B fragments of the windows' keys (column g is row 4 (g & 1) + g / 2 of 8).
-    DEVICE void store(Shared& s) const {
-        UNROLL for (int n = 0; n < EACH; n++) {
-            const int i = n * THREADS + threadIdx.x;
-            if (i < ROWS * HEAD_DIM) s.q[i / HEAD_DIM][i % HEAD_DIM] = x[n];
-        }
-        if (threadIdx.x < HEAD_DIM) s.key_mean[threadIdx.x] = mean;
-        __syncthreads();
-        for (int i = threadIdx.x; i < COLUMN_TILES * WINDOW_CHUNKS * 32; i += THREADS) {
-            const int lane = i % 32, chunk = i / 32 % WINDOW_CHUNKS, n = i / (32 * WINDOW_CHUNKS);
-            const int g = lane / 4, c = 32 * chunk + 8 * (lane % 4), rows = 2 * n + (g & 1);
-            Quad b = {0, 0, 0, 0};
-            if (rows < ROW_GROUPS && c < HEAD_DIM) {
-                const float* row = s.q[4 * rows + g / 2] + c;
-                b = {pack_activation(row[0], row[1]), pack_activation(row[2], row[3]),
-                     pack_activation(row[4], row[5]), pack_activation(row[6], row[7])};
-            }
-            s.window_query[n][chunk][lane] = b;
-        }
-    }
+// What history tiles need of a block of query rows; one record for each pair.
+struct PreparedQueries {
+    u32 parts[ROW_GROUPS][KEY_PARTS][32];  // bytes of the transformed queries, as B fragments
+    float product[ROWS];                   // of a sum of bytes: to logits in units of log 2
+    float mean[ROWS];                      // q . m_K, likewise
+    float offset[ROWS][GROUPS];            // sums over q', likewise: what multiplies lo
 };
-static_assert(THREADS >= HEAD_DIM, "a thread for every channel's mean");
 
-// Transform the queries, split them into bytes, and note the constants of each row.
-DEVICE void prepare_queries(const Arguments& a, const float* matrix, MatrixPart& part, Shared& s) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    times_matrix(s.q, matrix, part, s.scratch,
-                 [&](int r, int c, float sum) { s.history[r][c] = sum; });
+static_assert(sizeof(PreparedQueries) == PREPARED_BYTES, "decode.py has another size of it");
+
+DEVICE PreparedQueries* prepared(const Arguments& a, int sequence, int head, int row_block) {
+    return (PreparedQueries*)a.queries
+        + ((i64)(sequence * a.kv_heads + head) * a.row_blocks + row_block);
+}
+
+DEVICE i64 query_at(const Arguments& a, int start, int head, int row) {  // element of q
+    return (start + row / a.group) * a.q_token + (head * a.group + row % a.group) * a.q_head;
+}
+
+struct QueryShared {
+    alignas(128) u8 matrix[MATRIX_BYTES];
+    u8 scratch[SCRATCH_BYTES];
+    float q[ROWS][STRIDE], transformed[ROWS][STRIDE], unit[ROWS], key_mean[HEAD_DIM];
+};
+static_assert(sizeof(QueryShared) <= QUERY_SHARED_BYTES, "decode.py gives too little shared memory");
+
+// Block (x, y): head x, and pairs y, y + gridDim.y, ... of (sequence, block of rows).
+extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid_constant__ Arguments a) {
+    extern __shared__ u8 dynamic[];
+    QueryShared& s = *(QueryShared*)dynamic;
+    auto& q = s.q;
+    auto& transformed = s.transformed;
+    auto& unit = s.unit;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // oscar_decode may begin to fetch
+#endif
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
+    const float* matrix = a.query_matrix + (i64)head * HEAD_DIM * HEAD_DIM;
     const float scale = a.scale * LOG2E;
-    for (int r = warp; r < ROWS; r += WARPS) {
-        float top = 0, mean = 0, sums[GROUPS] = {};
-        for (int c = lane; c < HEAD_DIM; c += 32) {
-            const float x = s.history[r][c];
-            top = fmaxf(top, fabsf(x));
-            UNROLL for (int group = 0; group < GROUPS; group++)
-                if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
-            mean += s.q[r][c] * s.key_mean[c];
+    fetch_matrix(matrix, 0, s.matrix);
+    for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) s.key_mean[c] = a.key_mean[head * HEAD_DIM + c];
+    ROLLED for (int pair = blockIdx.y; pair < a.batch * a.row_blocks; pair += gridDim.y) {
+        const int b = pair / a.row_blocks, row_block = pair % a.row_blocks;
+        const int start = a.query_start[b], rows = (a.query_start[b + 1] - start) * a.group - row_block * ROWS;
+        if (rows <= 0) continue;
+        PreparedQueries& result = *prepared(a, b, head, row_block);
+        ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+            const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+            q[r][c] = r < rows
+                ? load_activation(a.q[query_at(a, start, head, row_block * ROWS + r) + c]) : 0.0f;
         }
-        top = warp_max(top);
-        mean = warp_sum(mean);
-        UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
-        if (lane == 0) {
-            s.product_scale[r] = top * (1.0f / 32512.0f);
-            s.mean_logit[r] = mean * scale;
-            UNROLL for (int group = 0; group < GROUPS; group++)
-                s.offset_scale[r][group] = sums[group] * scale;
+        __syncthreads();
+        times_matrix(q, matrix, s.matrix, s.scratch,
+                     [&](int r, int c, float sum) { transformed[r][c] = sum; });
+        ROLLED for (int r = warp; r < ROWS; r += WARPS) {
+            float top = 0, mean = 0, sums[GROUPS] = {};
+            for (int c = lane; c < HEAD_DIM; c += 32) {
+                const float x = transformed[r][c];
+                top = fmaxf(top, fabsf(x));
+                mean += q[r][c] * s.key_mean[c];
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
+            }
+            top = warp_max(top);
+            mean = warp_sum(mean);
+            UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
+            if (lane == 0) {
+                unit[r] = top > 0 ? 32512.0f / top : 0.0f;  // 127 * 256: two bytes
+                result.product[r] = top * (scale / (32512.0f * 64.0f));  // a code is 64 c in its byte
+                result.mean[r] = mean * scale;
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    result.offset[r][group] = sums[group] * scale;
+            }
         }
+        __syncthreads();
+        ROLLED for (int i = threadIdx.x; i < ROW_GROUPS * KEY_PARTS * 32; i += THREADS) {
+            const int l = i % 32, g = l / 4, t = l % 4;
+            const int k = i / 32 % KEY_PARTS, group = i / (32 * KEY_PARTS), r = 4 * group + g / 2;
+            const int slot = k / LANE_WORDS, word = t * LANE_WORDS + k % LANE_WORDS;
+            u32 bytes = 0;
+            UNROLL for (int byte = 0; byte < 4; byte++) {
+                if (!EXACT_WORDS && word >= WORDS) continue;
+                const int channel = (2 * (4 * (byte & 1) + slot) + byte / 2) * WORDS + word;
+                const int x = __float2int_rn(transformed[r][channel] * unit[r]);
+                const int high = (x + 128) >> 8;
+                bytes |= (u32)((g & 1 ? x - 256 * high : high) & 0xff) << (8 * byte);
+            }
+            result.parts[group][k][l] = bytes;
+        }
+        __syncthreads();
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < ROW_GROUPS * KEY_PARTS * 32; i += THREADS) {
-        const int l = i % 32, g = l / 4, t = l % 4;
-        const int part = i / 32 % KEY_PARTS, rows = i / (32 * KEY_PARTS);
-        const int r = 4 * rows + g / 2;
-        const int slot = part / LANE_WORDS, word = t * LANE_WORDS + part % LANE_WORDS;
-        const float unit = s.product_scale[r] > 0 ? 1.0f / s.product_scale[r] : 0.0f;
-        u32 bytes = 0;
-        UNROLL for (int byte = 0; byte < 4; byte++) {
-            const int channel = (2 * (4 * (byte & 1) + slot) + byte / 2) * WORDS + word;
-            if (!EXACT_WORDS && word >= WORDS) continue;
-            const int x = __float2int_rn(s.history[r][channel] * unit);
-            const int high = (x + 128) >> 8;
-            const int digit = g & 1 ? x - 256 * high : high;
-            bytes |= (u32)(digit & 0xff) << (8 * byte);
+}
+
+// The piece's query rows as the B fragments of the windows' keys: column g is row 4 (g & 1) + g / 2
+// of eight.
+DEVICE void load_window_queries(const Arguments& a, const Piece& p, Shared& s) {
+    for (int i = threadIdx.x; i < COLUMN_TILES * WINDOW_CHUNKS * 32; i += THREADS) {
+        const int lane = i % 32, chunk = i / 32 % WINDOW_CHUNKS, n = i / (32 * WINDOW_CHUNKS);
+        const int g = lane / 4, c = 32 * chunk + 8 * (lane % 4);
+        const int rows = 2 * n + (g & 1), r = 4 * rows + g / 2;
+        const bool there = rows < ROW_GROUPS && r < p.rows && c < HEAD_DIM;
+        Quad b = {0, 0, 0, 0};
+        if (there) {
+            const u32* q = (const u32*)(a.q + query_at(a, p.start, p.head, p.row_block * ROWS + r) + c);
+            b = {q[0], q[1], q[2], q[3]};
         }
-        s.key_parts[rows][part][l] = bytes;
+        s.window_query[n][chunk][lane] = b;
     }
-    __syncthreads();
 }
 
 // Add up the warps' results of one kind (0 history, 1 windows) into s.history or s.window.
@@ -688,18 +713,19 @@ struct History {
     float key_exponent, value_exponent;
     u32 shift[4];  // 4^(3 - j): brings slot j of a byte to its top; opaque, so that IMAD does it
 
-    DEVICE void open(const Arguments& a, const Piece& p, const Shared& s) {
+    DEVICE void open(const Arguments& a, const Piece& p) {
+        const PreparedQueries& prepared_rows = *prepared(a, p.sequence, p.head, p.row_block);
         const int lane = threadIdx.x % 32, t = lane % 4;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             const int r = 4 * rows + t;
             m[rows] = NOTHING;
             l[rows] = 0;
-            UNROLL for (int k = 0; k < KEY_PARTS; k++) query[rows][k] = s.key_parts[rows][k][lane];
-            product[rows] = s.product_scale[r] * (a.scale * LOG2E / 64.0f);
-            mean[rows] = s.mean_logit[r];
+            UNROLL for (int k = 0; k < KEY_PARTS; k++) query[rows][k] = prepared_rows.parts[rows][k][lane];
+            product[rows] = prepared_rows.product[r];
+            mean[rows] = prepared_rows.mean[r];
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 lo[rows][group] = 0;
-                offset[rows][group] = s.offset_scale[r][group];
+                offset[rows][group] = prepared_rows.offset[r][group];
             }
             const int at = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
             newest[rows] = at - a.recent;
@@ -906,8 +932,7 @@ struct History {
     }
 };
 
-DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Queries& queries,
-                         Shared& s) {
+DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
     const int warp = threadIdx.x / 32;
     u8* stages = s.work + warp * STAGES * STAGE_BYTES;
     const int chunks = p.history_end - p.history_begin;
@@ -915,19 +940,15 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
               a.history_table + (i64)p.sequence * a.history_columns,
               q.first_chunk + p.history_begin + warp,
               chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages)};
-    const float* matrix = a.query_matrix + (i64)p.head * HEAD_DIM * HEAD_DIM;
-    MatrixPart part;
     ring.open();
-    queries.load(a, p);
-    part.load(matrix);  // before the ring, so as not to queue behind it
-    UNROLL for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);  // on their way meanwhile
-    queries.store(s);
+    ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);
     MARK(2);
-    prepare_queries(a, matrix, part, s);
-    MARK(3);
-
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // for oscar_queries
+#endif
     History state;
-    state.open(a, p, s);
+    state.open(a, p);
+    MARK(3);
     // Positions that every row sees need no masks, those that no row sees are left out.
     const int first = p.first + p.row_block * ROWS / a.group;
     const int last = p.first + (p.row_block * ROWS + p.rows - 1) / a.group;
@@ -960,7 +981,7 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
 
 // -- results ---------------------------------------------------------------------------------------
 
-// The rows' final output, from sums in shared memory.
+// The rows' final output, from sums in shared memory; `inverse` has been fetched to its place.
 DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, const float* inverse,
                        Shared& s) {
     const float* mean = a.value_mean ? a.value_mean + p.head * HEAD_DIM : nullptr;
@@ -976,11 +997,9 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
               + c] = (u16)pack_activation(x, 0.0f);
     };
     if (has_history && inverse) {
-        MatrixPart part;
-        part.load(inverse);
-        times_matrix(s.history, inverse, part, s.scratch, write);
+        times_matrix(s.history, inverse, s.work + MATRIX_AT, s.work, write);
     } else {
-        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
             write(r, c, has_history ? s.history[r][c] : 0.0f);
         }
@@ -1010,72 +1029,65 @@ DEVICE void write_partial(float* record, const Shared& s) {
 DEVICE void merge_pieces(const Arguments& a, int first, int pieces, int window_pieces,
                          int history_piece, Shared& s) {
     constexpr int KINDS = 2 * ROWS;  // (kind, row)
-    constexpr int MOST = WORK_BYTES / (KINDS * 8);  // pieces whose m and l fit
-    static_assert(MOST >= 128, "too little shared memory for the partial results");
-    float (*m)[KINDS] = (float(*)[KINDS])s.work;
-    float (*l)[KINDS] = (float(*)[KINDS])(s.work + WORK_BYTES / 2);
-    for (int i = threadIdx.x; i < pieces * KINDS; i += THREADS) {
-        const int piece = i / KINDS;
-        const float* record = record_of(a, first + piece, piece == 0) + 2 * (i % KINDS);
-        m[piece][i % KINDS] = load_fresh(record);
-        l[piece][i % KINDS] = load_fresh(record + 1);
+    constexpr int SUMS = ROWS * HEAD_DIM;  // of one kind
+    constexpr int AT_ONCE = (WORK_BYTES - 1024) / (4 * SUMS + 8 * KINDS);  // pieces in shared memory
+    float (*m)[KINDS] = (float(*)[KINDS])s.work;  // of the pieces at hand
+    float (*l)[KINDS] = m + AT_ONCE;
+    float* sums = (float*)(s.work + round_up(8 * KINDS * AT_ONCE, 128));
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    ROLLED for (int i = threadIdx.x; i < KINDS; i += THREADS) {
+        s.m[i / ROWS][i % ROWS] = NOTHING;
+        s.l[i / ROWS][i % ROWS] = 0;
     }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    for (int i = threadIdx.x / 32; i < KINDS; i += WARPS) {
-        float top = NOTHING, sum = 0;
-        for (int piece = lane; piece < pieces; piece += 32) top = fmaxf(top, m[piece][i]);
-        top = warp_max(top);
-        for (int piece = lane; piece < pieces; piece += 32) {
-            const float factor = l[piece][i] > 0 ? exp2_approx(m[piece][i] - top) : 0.0f;
-            sum += l[piece][i] * factor;
-            m[piece][i] = factor;
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            s.m[i / ROWS][i % ROWS] = top;
-            s.l[i / ROWS][i % ROWS] = sum;
-        }
-    }
-    __syncthreads();
-    constexpr int QUADS = ROWS * HEAD_DIM / 4;
-    constexpr int PARTS = THREADS > QUADS ? THREADS / QUADS : 1;  // of the pieces
-    constexpr int AT_ONCE = 12;
-    static_assert(PARTS * QUADS * 16 <= SCRATCH_BYTES + (PARTS == 1) * (1 << 20), "scratch");
-    for (int kind = 0; kind < 2; kind++) {
+    ROLLED for (int i = threadIdx.x; i < 2 * SUMS; i += THREADS)
+        (i < SUMS ? s.history : s.window)[i / HEAD_DIM % ROWS][i % HEAD_DIM] = 0;
+    ROLLED for (int kind = 0; kind < 2; kind++) {
         float (*result)[STRIDE] = kind ? s.window : s.history;
         const int begin = kind ? 0 : history_piece, end = kind ? window_pieces : pieces;
-        for (int i = threadIdx.x; i < PARTS * QUADS; i += THREADS) {
-            const int quad = i % QUADS, row = quad / (HEAD_DIM / 4);
-            Float4 sum = {0, 0, 0, 0};
-            for (int base = begin + i / QUADS; base < end; base += AT_ONCE * PARTS) {
-                Float4 x[AT_ONCE];
-                float factor[AT_ONCE];
-                UNROLL for (int j = 0; j < AT_ONCE; j++) {
-                    const int piece = base + j * PARTS;
-                    factor[j] = piece < end ? m[piece][kind * ROWS + row] : 0.0f;
-                    const float* record = record_of(a, first + piece, piece == 0) + 2 * KINDS;
-                    x[j] = load_fresh_if(factor[j] > 0, record + 4 * (kind * QUADS + quad));
+        ROLLED for (int base = begin; base < end; base += AT_ONCE) {
+            const int count = end - base < AT_ONCE ? end - base : AT_ONCE;
+            __syncthreads();
+            ROLLED for (int i = threadIdx.x; i < count * (SUMS / 4); i += THREADS) {
+                const int piece = base + i / (SUMS / 4);
+                copy_async(shared_address(sums + 4 * i), record_of(a, first + piece, piece == 0)
+                           + 2 * KINDS + kind * SUMS + 4 * (i % (SUMS / 4)));
+            }
+            commit_copies();
+            ROLLED for (int i = threadIdx.x; i < count * ROWS; i += THREADS) {
+                const int piece = base + i / ROWS;
+                const float* record =
+                    record_of(a, first + piece, piece == 0) + 2 * (kind * ROWS + i % ROWS);
+                m[i / ROWS][i % ROWS] = load_fresh(record);
+                l[i / ROWS][i % ROWS] = load_fresh(record + 1);
+            }
+            __syncthreads();
+            ROLLED for (int r = warp; r < ROWS; r += WARPS) {  // m becomes each piece's factor
+                float top = s.m[kind][r], sum = 0;
+                ROLLED for (int piece = lane; piece < count; piece += 32) top = fmaxf(top, m[piece][r]);
+                top = warp_max(top);
+                ROLLED for (int piece = lane; piece < count; piece += 32) {
+                    const float factor = l[piece][r] > 0 ? exp2_approx(m[piece][r] - top) : 0.0f;
+                    sum += l[piece][r] * factor;
+                    m[piece][r] = factor;
                 }
-                UNROLL for (int j = 0; j < AT_ONCE; j++) {
-                    sum.x += factor[j] * x[j].x;
-                    sum.y += factor[j] * x[j].y;
-                    sum.z += factor[j] * x[j].z;
-                    sum.w += factor[j] * x[j].w;
+                sum = warp_sum(sum);
+                if (lane == 0) {
+                    const float before = exp2_approx(s.m[kind][r] - top);
+                    s.lo[r][0] = before;
+                    s.m[kind][r] = top;
+                    s.l[kind][r] = s.l[kind][r] * before + sum;
                 }
             }
-            float* to = PARTS > 1 ? (float*)s.scratch + 4 * i
-                                  : result[row] + 4 * (quad % (HEAD_DIM / 4));
-            to[0] = sum.x; to[1] = sum.y; to[2] = sum.z; to[3] = sum.w;
+            wait_copies<0>();
+            __syncthreads();
+            ROLLED for (int i = threadIdx.x; i < SUMS; i += THREADS) {
+                const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+                float sum = result[r][c] * s.lo[r][0];
+                UNROLL_4 for (int piece = 0; piece < count; piece++)
+                    if (m[piece][r] > 0) sum += m[piece][r] * sums[piece * SUMS + i];
+                result[r][c] = sum;
+            }
         }
-        if (PARTS == 1) continue;
-        __syncthreads();
-        for (int i = threadIdx.x; i < 4 * QUADS; i += THREADS) {
-            float sum = 0;
-            UNROLL for (int part = 0; part < PARTS; part++) sum += ((float*)s.scratch)[part * 4 * QUADS + i];
-            result[i / HEAD_DIM][i % HEAD_DIM] = sum;
-        }
-        __syncthreads();
     }
     __syncthreads();
 }
@@ -1085,6 +1097,9 @@ oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
     MARK(0);
+#ifdef PROFILE
+    { u32 id; asm("mov.u32 %0, %%smid;" : "=r"(id)); oscar_profile[blockIdx.x][10] = id; }
+#endif
     int b = ((Schedule*)a.schedule)->first_sequence(a.batch)[blockIdx.x];
     if (a.batch <= SCHEDULED) {
         for (int i = threadIdx.x; i < 4 + (FACTS + 1) * a.batch + 1; i += THREADS)
@@ -1131,9 +1146,9 @@ oscar_decode(const __grid_constant__ Arguments a) {
 
         const float* inverse =
             a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
-        Queries queries;
-        if (inverse)  // it will be wanted soon
-            for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
+        load_window_queries(a, p, s);
+        if (inverse && begin / share == (int)blockIdx.x)  // it will be wanted soon, by some block
+            ROLLED for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
                 asm volatile("prefetch.global.L2 [%0];" :: "l"(inverse + 32 * i));
         if (threadIdx.x < 2 * ROWS) {
             s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
@@ -1142,20 +1157,25 @@ oscar_decode(const __grid_constant__ Arguments a) {
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
             s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
         MARK(1);
-        if (has_history) {
-            read_history(a, p, q, queries, s);
-        } else {
-            queries.load(a, p);
-            queries.store(s);
-            __syncthreads();
-        }
-        MARK(5);
-        if (has_windows) read_windows(a, p, q, s);
-        MARK(6);
-
+        __syncthreads();
         const int last_unit = units - (q.chunks ? CHUNK : WINDOW_COST);  // where the last begins
         const int first_block = begin / share;
         const int pieces = (begin + last_unit) / share - first_block + 1;
+        // Half of the blocks begin with the windows, so that the two of a processor seldom wait for
+        // the same thing. The ring must be free for the matrix, so it comes after the history.
+        const bool windows_first = blockIdx.x * 2 >= gridDim.x;
+        const bool early_matrix = pieces == 1 && has_history && inverse;
+        ROLLED for (int phase = 0; phase < 2; phase++) {
+            if ((phase == 0) == windows_first) {
+                if (has_windows) read_windows(a, p, q, s);
+                MARK(6);
+            } else if (has_history) {
+                read_history(a, p, q, s);
+                if (early_matrix) fetch_matrix(inverse, 0, s.work + MATRIX_AT);
+                MARK(5);
+            }
+        }
+
         bool last = true;
         if (pieces > 1) {
             write_partial(record_of(a, blockIdx.x, (int)blockIdx.x == first_block), s);
@@ -1175,10 +1195,12 @@ oscar_decode(const __grid_constant__ Arguments a) {
             if (pieces > 1) {
                 __threadfence();
                 const int windows_end = windows > 0 ? (begin + windows - 1) / share : first_block - 1;
-                merge_pieces(a, first_block, pieces, windows_end - first_block + 1,
+                const int window_pieces = windows_end - first_block + 1;
+                merge_pieces(a, first_block, pieces, window_pieces < pieces ? window_pieces : pieces,
                              (begin + windows) / share - first_block, s);
             }
             MARK(8);
+            if (inverse && q.chunks && !early_matrix) fetch_matrix(inverse, 0, s.work + MATRIX_AT);
             write_rows(a, p, q.chunks > 0, inverse, s);
         }
         __syncthreads();

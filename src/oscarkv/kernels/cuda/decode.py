@@ -14,13 +14,15 @@ from oscarkv.kernels.interface import LayerCache
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
-RING_BYTES = 10 * 1024
+#: Shared memory of a block, if it is alone on its processor and if it is one of two (sm_90).
+LARGEST_BLOCK = 227 * 1024
+LARGEST_HALF = 113 * 1024
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
 UNLIMITED = 1 << 30
 PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 _POINTERS = (
     "q out history window seq_lens query_start history_table window_table schedule arrivals "
-    "partial query_matrix key_mean value_inverse value_mean exponents"
+    "partial queries query_matrix key_mean value_inverse value_mean exponents"
 ).split()
 _STRIDES = (
     "q_token q_head out_token out_head history_page history_head window_page window_head"
@@ -54,27 +56,33 @@ class Geometry:
     bfloat16: bool
     row_groups: int
     soft_cap: bool
+    few_pairs: bool  # fewer (sequence, head, block of rows) than the GPU has processors
 
     @classmethod
-    def of(cls, q: Tensor, layer: LayerCache, max_query_len: int) -> Geometry:
+    def of(cls, q: Tensor, layer: LayerCache, batch: int, max_query_len: int) -> Geometry:
         layout = layer.layout
         rows = q.shape[1] // layer.kv_heads * max_query_len
         most = 2 if layout.head_dim > 128 else 4
         row_groups = next((n for n in (1, 2) if 4 * n >= rows), most)
+        pairs = batch * layer.kv_heads * -(-rows // (4 * row_groups))
         return cls(
             layout.head_dim,
             layout.groups,
             layout.parameter_format,
             layout.page_size,
             q.dtype == torch.bfloat16,
-            min(row_groups, most),
+            row_groups,
             layer.soft_cap is not None,
+            pairs <= _processors(q.device),
         )
 
     @property
     def warps(self) -> int:
-        """Two blocks of 8 on a processor, with 128 registers a thread; wide heads need more."""
-        return 12 if self.head_dim > 128 and self.row_groups == 1 else 8
+        """Of a block. Two blocks of 8 on a processor hide each other's ends; one of 16 makes fewer
+        partial results, where pairs must be split anyway. Wide heads need more registers."""
+        if self.head_dim > 128:
+            return 12 if self.row_groups == 1 else 8
+        return 16 if self.few_pairs and self.row_groups <= 2 else 8
 
     @property
     def rows(self) -> int:
@@ -95,22 +103,45 @@ class Geometry:
 
     @property
     def stages(self) -> int:
-        return max(2, min(4, RING_BYTES // (self.chunk * self.tile_bytes)))
+        budget = (LARGEST_BLOCK if self.warps > 8 or self.row_groups > 2 else LARGEST_HALF) - self._fixed_bytes
+        return max(2, min(4, budget // (self.warps * self.chunk * self.tile_bytes)))
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Of `Shared`, all but its working space."""
+        rows, stride = self.rows, 4 * (self.head_dim + 8)
+        stats = 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (4 + self.groups)
+        queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
+        return 2 * rows * stride + queries + stats + 4 * (5 + 9 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
         """At least `sizeof(Shared)` of decode.cu, which checks it."""
-        rows, stride = self.rows, 4 * (self.head_dim + 8)
         ring = self.warps * self.stages * self.chunk * self.tile_bytes
-        words = -(-self.head_dim // 16)
+        merge = max(self.warps * self.rows * 4 * (self.head_dim + 8), self.warps * 32 * 64)
+        return max(ring, merge + 128 + self._matrix_bytes) + self._fixed_bytes
+
+    @property
+    def query_shared_bytes(self) -> int:
+        """At least `sizeof(QueryShared)`, likewise."""
+        rows, stride = self.rows, 4 * (self.head_dim + 8)
+        return self._matrix_bytes + self.warps * 32 * 64 + 2 * rows * stride + 4 * rows + stride + 256
+
+    @property
+    def _matrix_bytes(self) -> int:
+        """Of a matrix, what is in shared memory at a time."""
+        return 4 * self.head_dim * (self.head_dim if self.head_dim <= 128 else 64)
+
+    @property
+    def prepared_words(self) -> int:
+        """`PreparedQueries` of decode.cu, in words of 4 bytes."""
+        words = self.head_dim // 16
         parts = 4 if words <= 4 else 8 if words <= 8 else 16
-        small = 4 * rows * (2 + self.groups) + 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (4 + self.groups)
-        queries = self.row_groups * parts * 32 * 4 + (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        return max(ring, self.warps * rows * stride) + self.warps * 32 * 64 + 3 * rows * stride + 4 * self.head_dim + queries + small + 4 * (5 + 9 * 64) + 256
+        return self.row_groups * parts * 32 + self.rows * (2 + self.groups)
 
     @property
     def blocks_per_sm(self) -> int:
-        return 2 if self.warps == 8 and self.shared_bytes <= 112 * 1024 else 1
+        return 2 if self.warps == 8 and self.shared_bytes <= LARGEST_HALF else 1
 
     def macros(self) -> dict[str, int]:
         return {
@@ -126,6 +157,8 @@ class Geometry:
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
+            "QUERY_SHARED_BYTES": self.query_shared_bytes,
+            "PREPARED_BYTES": 4 * self.prepared_words,
         }
 
 
@@ -139,17 +172,20 @@ class DecodeKernel:
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.geometry, self.device = geometry, device
         index = device.index if device.index is not None else torch.cuda.current_device()
-        self._schedule_kernel, self._decode_kernel = load(
+        self._schedule_kernel, self._queries_kernel, self._decode_kernel = load(
             "decode.cu",
-            ("oscar_schedule", "oscar_decode"),
+            (
+                ("oscar_schedule", 0),
+                ("oscar_queries", geometry.query_shared_bytes),
+                ("oscar_decode", geometry.shared_bytes),
+            ),
             variant(geometry.macros()),
             index,
-            geometry.shared_bytes,
         )
-        processors = torch.cuda.get_device_properties(index).multi_processor_count
-        self.blocks = processors * geometry.blocks_per_sm
+        self.blocks = _processors(device) * geometry.blocks_per_sm
         record = 2 * geometry.rows * (geometry.head_dim + 2)
         self._partial = torch.empty(2 * self.blocks * record, dtype=torch.float32, device=device)
+        self._queries = torch.empty(0, dtype=torch.int32, device=device)
         self._schedule = torch.empty(0, dtype=torch.int32, device=device)
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
         self._blocks_argument = ctypes.c_int32(self.blocks)
@@ -171,6 +207,7 @@ class DecodeKernel:
             schedule=self._schedule.data_ptr(),
             arrivals=self._arrivals.data_ptr(),
             partial=self._partial.data_ptr(),
+            queries=self._queries.data_ptr(),
             query_matrix=transforms.query.data_ptr(),
             key_mean=transforms.key_mean.data_ptr(),
             value_inverse=_pointer(transforms.value_inverse),
@@ -202,7 +239,11 @@ class DecodeKernel:
         arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
         arguments.q_token, arguments.q_head = q.stride(0), q.stride(1)
         arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
-        self._decode_kernel.launch((self.blocks, 1, 1), 32 * self.geometry.warps, arguments)
+        threads = 32 * self.geometry.warps
+        pairs = arguments.batch * arguments.row_blocks
+        each = -(-pairs * arguments.kv_heads // self.blocks)  # of a block's share of the matrix
+        self._queries_kernel.launch((arguments.kv_heads, -(-pairs // each), 1), threads, arguments)
+        self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:
         size = 4 + 9 * batch + 1 + self.blocks  # `Schedule` of decode.cu
@@ -210,6 +251,12 @@ class DecodeKernel:
             self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
         if self._arrivals.numel() < pairs:
             self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=self.device)
+            size = pairs * self.geometry.prepared_words
+            self._queries = torch.empty(size, dtype=torch.int32, device=self.device)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

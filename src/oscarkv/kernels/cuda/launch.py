@@ -26,39 +26,68 @@ class Kernel:
         self._launch, self._module = driver.cuLaunchKernel, module
         self._handle = _checked(driver.cuModuleGetFunction(module, name.encode()))
         self._shared_bytes = shared_bytes
+        self._launch_config, self._early_config = driver.cuLaunchKernelEx, None
+        if torch.cuda.get_device_capability() >= (9, 0):
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = driver.CUlaunchConfig()
+            config.blockDimY = config.blockDimZ = 1
+            config.sharedMemBytes = shared_bytes
+            config.attrs, config.numAttrs = [attribute], 1
+            self._early_config = config
         if shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self._handle, attribute, shared_bytes))
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *arguments: Any) -> None:
-        """Arguments are ctypes objects, passed by value in their order."""
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, *arguments: Any, early: bool = False
+    ) -> None:
+        """Arguments are ctypes objects, passed by value in their order.
+
+        `early`: the kernel may start while the one before it in the stream still runs; it waits
+        for that one itself, where it must (compute capability 9.0 and newer).
+        """
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        result = self._launch(
-            self._handle,
-            *grid,
-            threads,
-            1,
-            1,
-            self._shared_bytes,
-            torch.cuda.current_stream().cuda_stream,
-            ctypes.addressof(addresses),
-            0,
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        if early and self._early_config is not None:
+            config = self._early_config
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.hStream = threads, stream
+            result = self._launch_config(config, self._handle, ctypes.addressof(addresses), 0)
+        else:
+            result = self._launch(
+                self._handle,
+                *grid,
+                threads,
+                1,
+                1,
+                self._shared_bytes,
+                stream,
+                ctypes.addressof(addresses),
+                0,
+            )
         _checked(result)
 
 
 @lru_cache(maxsize=256)
 def load(
-    source: str, names: tuple[str, ...], macros: tuple[tuple[str, int], ...], device: int, shared: int
+    source: str,
+    kernels: tuple[tuple[str, int], ...],
+    macros: tuple[tuple[str, int], ...],
+    device: int,
 ) -> tuple[Kernel, ...]:
-    """Compile (or find on disk) one variant, and load some of its kernels."""
+    """Compile (or find on disk) one variant, and load some of its kernels: (name, bytes of dynamic
+    shared memory) each."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
         torch.cuda.current_blas_handle()  # makes the device's primary context current
         code = compiled(source, dict(macros), architecture(device))
         module = _checked(driver.cuModuleLoadData(code))  # stays loaded as long as the process
-        return tuple(Kernel(module, name, shared) for name in names)
+        return tuple(Kernel(module, name, shared) for name, shared in kernels)
 
 
 def variant(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

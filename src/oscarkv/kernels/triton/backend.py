@@ -1,0 +1,61 @@
+"""`TritonBackend`: the interface, on Triton kernels. Only `plan` may wait for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oscarkv.errors import CacheError
+from oscarkv.kernels.interface import LayerCache
+from oscarkv.kernels.triton.decode import decode
+from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.triton.write import write
+
+
+class TritonBackend:
+    """Every GPU that Triton knows; the oracle is the torch backend."""
+
+    name = "triton"
+    write_batch = 1
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    def plan(
+        self,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        history_table: Tensor,
+        window_table: Tensor,
+        strict: bool = False,
+        max_query_len: int | None = None,
+    ) -> None:
+        batch = seq_lens.shape[0]
+        if query_start_loc.shape[0] != batch + 1:
+            raise CacheError("plan: query_start_loc must have one entry more than seq_lens")
+        if max_query_len is None:  # the one place that waits for the device
+            max_query_len = int(query_start_loc.diff().max()) if batch else 0
+        self._plan = Plan(
+            seq_lens, query_start_loc, history_table, window_table, strict, max_query_len
+        )
+
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise CacheError("call plan() before decode() or prefill()")
+        return self._plan
+
+    @torch.inference_mode()
+    def write(
+        self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
+    ) -> None:
+        write(k, v, history_slots, window_slots, layer)
+
+    @torch.inference_mode()
+    def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
+        decode(self._planned(), q, layer, out)
+
+    @torch.inference_mode()
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
+        from oscarkv.kernels.triton.prefill import prefill
+
+        prefill(self._planned(), q, k, v, layer, out)

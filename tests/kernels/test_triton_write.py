@@ -1,0 +1,179 @@
+"""Triton writes: the bytes of the oracle from the transformed row on, and close to them before."""
+
+import pytest
+import torch
+from helpers import generator, make_layer
+from kernels.triton_helpers import hard_rows, moved, without_transforms
+
+from oscarkv.codec import parameters
+from oscarkv.codec.encode import _quarter_power
+from oscarkv.kernels import LayerCache
+from oscarkv.kernels.torch_backend import TorchBackend
+from oscarkv.recipe import Recipe
+
+pytest.importorskip("triton")
+from oscarkv.kernels.triton.backend import TritonBackend
+
+MINMAX = {"fit": "minmax", "key_gain": 0.0, "value_gain": 0.0}
+GEOMETRIES = [  # head_dim, key bits, value bits, format, group size, others
+    (64, 2, 2, "log8", None, {}),
+    (64, 4, 3, "fp16", 32, {}),
+    (64, 2, 4, "log8", None, {**MINMAX, "key_clip": 0.96, "value_clip": 0.92}),
+    (80, 2, 3, "log8", None, {"key_gain": 0.25}),
+    (80, 3, 4, "log8-symmetric", 16, {}),
+    (80, 4, 2, "fp16", None, {**MINMAX, "key_clip": 0.9}),
+    (96, 3, 2, "fp16", None, {"value_gain": 0.0}),
+    (96, 2, 4, "log8", 32, {}),
+    (128, 2, 2, "fp16", None, {}),
+    (128, 2, 2, "log8-symmetric", None, {"key_gain": 0.5}),
+    (128, 3, 3, "log8", 64, {}),
+    (128, 2, 2, "fp16", 32, MINMAX),
+    (128, 4, 4, "log8-symmetric", 32, {}),
+    (192, 2, 3, "log8", None, {}),
+    (192, 4, 2, "fp16", 64, {}),
+    (256, 2, 2, "fp16", None, {}),
+    (256, 3, 4, "log8", 128, {}),
+]
+
+
+def written(
+    layer: LayerCache, k: torch.Tensor, v: torch.Tensor, slots, window_slots, device
+) -> LayerCache:
+    layer = moved(layer, device)
+    arguments = (x.to(device) for x in (k, v, slots, window_slots))
+    TritonBackend().write(*arguments, layer)
+    return moved(layer, torch.device("cpu"))
+
+
+def some_slots(count: int, pages: int, size: int, seed: int) -> torch.Tensor:
+    """Slots of pages 1 and up, in any order."""
+    return torch.randperm((pages - 1) * size, generator=generator(seed))[:count] + size
+
+
+def recipe_of(geometry) -> tuple[int, Recipe]:
+    dim, key_bits, value_bits, stored, group_size, others = geometry
+    knobs = {"key_bits": key_bits, "value_bits": value_bits, "parameters": stored}
+    return dim, Recipe(**knobs, group_size=group_size, **others)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: "-".join(map(str, g[:5])))
+def test_equal_rows_give_equal_bytes(geometry, device: torch.device) -> None:
+    dim, recipe = recipe_of(geometry)
+    layer = without_transforms(make_layer(recipe, dim, page_size=16, pages=3))
+    k, v = hard_rows(18, 2, dim, dim)
+    slots, window_slots = some_slots(18, 3, 16, 1), some_slots(18, 3, 16, 2)
+    slots[9] = window_slots[5] = -1
+    ours = written(layer, k, v, slots, window_slots, device)
+    TorchBackend().write(k, v, slots, window_slots, layer)
+    names = ("K codes", "V codes", "K parameters", "V parameters")
+    sections = zip(
+        names,
+        layer.layout.sections(ours.history),
+        layer.layout.sections(layer.history),
+        strict=True,
+    )
+    for name, mine, theirs in sections:
+        assert torch.equal(mine, theirs), name
+    assert torch.equal(ours.history, layer.history)  # the padding too
+    assert torch.equal(ours.window, layer.window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_codes_differ_from_the_oracle_only_at_thresholds(
+    dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of parameters that come out equal, at most 0.1 % of the codes, where x is at a threshold."""
+    layer = make_layer(Recipe(), dim, page_size=16, pages=4)
+    layer.window = layer.window.to(dtype)
+    k, v = torch.randn(2, 48, 2, dim, generator=generator(dim)).to(dtype)
+    slots = some_slots(48, 4, 16, 3)
+    ours = written(layer, k, v, slots, slots, device)
+    TorchBackend().write(k, v, slots, slots, layer)
+    assert torch.equal(ours.window, layer.window)
+    k_codes, v_codes, k_stored, v_stored = layer.layout.sections(layer.history)
+    mine = ours.layout.sections(ours.history)
+    base = parameters.bases(layer.transforms.exponents)
+    for side, codes, stored, x in (
+        (0, k_codes, k_stored, k),
+        (1, v_codes, v_stored, v),
+    ):
+        row = layer.layout.key_row
+        pages, offsets = slots // 16, slots % 16
+        theirs, ours_ = (row.unpack(c[pages, :, offsets]) for c in (codes, mine[side]))
+        same = (stored == mine[2 + side])[pages, :, offsets].all(-1)
+        assert float(same.float().mean()) > 0.98
+        different = (theirs != ours_) & same[..., None]
+        assert float(different.float().mean()) <= 1e-3
+        transforms = layer.transforms
+        matrix, mean = (
+            (transforms.key, transforms.key_mean)
+            if side == 0
+            else (transforms.value, transforms.value_mean)
+        )
+        rows = torch.einsum("nhd,hde->nhe", x.double() - mean, matrix.double()).float()
+        codec = layer.key_codec if side == 0 else layer.value_codec
+        _, s, lo = codec._fit(rows, base[side], lambda r, c=codec: _quarter_power(r, c.gain))
+        distance = (rows[..., None] - codec._thresholds(s, lo)) / s[..., None]
+        assert bool((distance.abs().amin(-1)[different] < 2**-10).all())
+
+
+def test_a_chunk_and_single_tokens_write_the_same_bytes(device: torch.device) -> None:
+    layer = moved(make_layer(Recipe(key_bits=3), 64, pages=3), device)
+    single = moved(layer, device)
+    k, v = torch.randn(2, 19, 2, 64, generator=generator(1)).to(device)
+    slots = some_slots(19, 3, 16, 1).to(device)
+    backend = TritonBackend()
+    backend.write(k, v, slots, slots, layer)
+    for i in (0, 7, 15, 16, 18):
+        one = slice(i, i + 1)
+        backend.write(k[one], v[one], slots[one], slots[one], single)
+    for i in (0, 7, 15, 16, 18):
+        page, offset = int(slots[i]) // 16, int(slots[i]) % 16
+        for mine, theirs in zip(
+            layer.layout.sections(layer.history), layer.layout.sections(single.history), strict=True
+        ):
+            assert torch.equal(mine[page, :, offset], theirs[page, :, offset])
+    assert bool(single.history[1:].any())
+
+
+@pytest.mark.parametrize("metric", [False, True])
+def test_slot_minus_one_writes_nothing(metric: bool, device: torch.device) -> None:
+    layer = make_layer(Recipe(metric_rounding=metric), 64, pages=3)
+    layer.history.fill_(0xFF)
+    layer.window.view(torch.uint8).fill_(0xFF)
+    k, v = torch.randn(2, 4, 2, 64, generator=generator(4))
+    k[0] = v[2] = float("nan")  # padding may hold anything
+    history_slots, window_slots = torch.tensor([-1, 20, -1, 33]), torch.tensor([-1, 17, -1, -1])
+    ours = written(layer, k, v, history_slots, window_slots, device)
+    touched = torch.zeros(3, 16, dtype=torch.bool)
+    for section in ours.layout.sections(ours.history):
+        touched |= (section != 0xFF).any(-1).any(1)
+    assert touched.nonzero().tolist() == [[1, 4], [2, 1]]
+    exact = (ours.window.view(torch.uint8) != 0xFF).any(-1).any(2).any(1)
+    assert exact.nonzero().tolist() == [[1, 1]]
+    nowhere = torch.full((4,), -1)
+    assert torch.equal(written(layer, k, v, nowhere, nowhere, device).history, layer.history)
+    empty = torch.zeros(0, 2, 64)
+    written(layer, empty, empty, nowhere[:0], nowhere[:0], device)
+
+
+def test_strided_rows_and_pools(device: torch.device) -> None:
+    """Keys and values as slices of one projection; pages of several layers in one pool."""
+    layer = make_layer(Recipe(), 64, page_size=48, pages=3)
+    both = torch.randn(5, 3, 2, 128, generator=generator(5))
+    k, v = both[:, :2, 0, :64], both[:, 1:, 1, 64:]
+    slots = torch.tensor([48, 95, 96, 143, 70])
+    ours = moved(layer, device)
+    pool = torch.zeros(3, 2, 2, layer.layout.bytes, dtype=torch.uint8, device=device)
+    ours.history = pool[:, 1]
+    TritonBackend().write(
+        *(both.to(device)[:, i : i + 2, i, 64 * i : 64 * i + 64] for i in (0, 1)),
+        slots.to(device),
+        torch.full((5,), -1, device=device),
+        ours,
+    )
+    TorchBackend().write(k, v, slots, torch.full((5,), -1), layer)
+    agree = (pool[:, 1].cpu() == layer.history).float().mean()
+    assert float(agree) > 0.99
+    assert not bool(pool[:, 0].any())
