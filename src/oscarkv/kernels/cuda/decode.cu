@@ -364,9 +364,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid
     auto& q = s.q;
     auto& transformed = s.transformed;
     auto& unit = s.unit;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");  // oscar_decode may begin to fetch
-#endif
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
     const float* matrix = a.query_matrix + (i64)head * HEAD_DIM * HEAD_DIM;
     const float scale = a.scale * LOG2E;
@@ -382,7 +379,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid
             q[r][c] = r < rows
                 ? load_activation(a.q[query_at(a, start, head, row_block * ROWS + r) + c]) : 0.0f;
         }
+        wait_copies<0>();
         __syncthreads();
+#if __CUDA_ARCH__ >= 900
+        // oscar_decode may begin to fetch; earlier, its many bytes would be in this block's way.
+        asm volatile("griddepcontrol.launch_dependents;");
+#endif
         times_matrix(q, matrix, s.matrix, s.scratch,
                      [&](int r, int c, float sum) { transformed[r][c] = sum; });
         ROLLED for (int r = warp; r < ROWS; r += WARPS) {
@@ -1161,9 +1163,9 @@ oscar_decode(const __grid_constant__ Arguments a) {
         const int last_unit = units - (q.chunks ? CHUNK : WINDOW_COST);  // where the last begins
         const int first_block = begin / share;
         const int pieces = (begin + last_unit) / share - first_block + 1;
-        // Half of the blocks begin with the windows, so that the two of a processor seldom wait for
-        // the same thing. The ring must be free for the matrix, so it comes after the history.
-        const bool windows_first = blockIdx.x * 2 >= gridDim.x;
+        // Where windows are most of the work, half of the blocks begin with them, so that the two of
+        // a processor seldom wait for the same thing.
+        const bool windows_first = blockIdx.x * 2 >= gridDim.x && q.chunks * CHUNK < windows;
         const bool early_matrix = pieces == 1 && has_history && inverse;
         ROLLED for (int phase = 0; phase < 2; phase++) {
             if ((phase == 0) == windows_first) {
