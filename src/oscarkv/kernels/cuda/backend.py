@@ -60,7 +60,7 @@ class CudaBackend:
         if not q.shape[0]:
             return None
         group = q.shape[1] // layer.kv_heads
-        geometry = Geometry.of(q, layer, plan.batch, plan.max_query_len)
+        geometry = Geometry.of(q, layer, plan.max_query_len)
         key = (geometry, layer.kv_heads, group, layer.sink, layer.recent, layer.sliding_window, plan.max_query_len)
         kernel = self._kernels.get(key)
         if kernel is None:

@@ -12,7 +12,7 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
-#define UNROLL_4 _Pragma("unroll 4")
+#define UNROLL_16 _Pragma("unroll 16")
 #define ROLLED _Pragma("unroll 1")
 #define INFINITE as_float(0x7f800000u)
 
@@ -108,6 +108,13 @@ DEVICE Quad load_quad(const void* p) {  // data that no launch in flight changes
 DEVICE float load_fresh(const float* p) {  // written by another block of this launch
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
+
+DEVICE Float4 load_fresh_quad(const float* p) {
+    Float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
 }
 

@@ -3,14 +3,16 @@
 // while the first still runs.
 //
 // Further macros: ROW_GROUPS (1, 2 or 4: query rows of a block in fours), CHUNK (tiles of 16 tokens
-// that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM, SOFT_CAP.
+// that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM, MOST_ROUNDS
+// (parts that a block does), SOFT_CAP.
 //
-// Work is cut into equal shares, not into sequences. A "pair" is one (sequence, KV head, block of
-// query rows); its work is a line of units: first its window tiles (WINDOW_COST units each), then
-// its history chunks (CHUNK units each). All pairs' lines lie one after the other, and block c of
-// the grid does what begins in units c share .. (c + 1) share. A pair that lies within one block is
-// finished there; otherwise every block leaves a partial result, and the last one to arrive adds
-// them up in the order of the line, so that two runs give the same bits.
+// A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
+// window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule
+// cuts each line into parts of about equal size, a few for every block that the GPU holds; blocks
+// take the next part when they are done with one, since processors get unequal shares of the
+// memory's bandwidth. A pair of one part is finished by its block; otherwise each part leaves its
+// sums, and the last block to arrive adds them up in the order of the line. So the result does not
+// depend on who did what: two runs give the same bits.
 //
 // History tiles, in registers only (why: docs/how-it-works.md, kernels):
 // - Keys: codes are the A operand of byte products, four to a register by one AND (an IMAD brings
@@ -29,7 +31,8 @@ constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
 constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
 constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
 constexpr int WINDOW_COST = (64 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;
-constexpr int SMALLEST_SHARE = 4 * WARPS;  // more than any single cost
+constexpr int SMALLEST_PART = 32;   // units
+constexpr int USUAL_PART = 128;     // parts are not made smaller than this only to have more of them
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
@@ -51,6 +54,7 @@ struct Arguments {
     const int* window_table;
     int* schedule;
     int* arrivals;
+    int* tickets;
     float* partial;
     void* queries;
     const float* query_matrix;
@@ -73,6 +77,7 @@ struct Sequence {
     int length, tokens, start;     // after the step; new ones; row of the first in q
     int first_chunk, chunks;       // of the history
     int sink_tiles, first_recent, window_tiles;
+    int parts;                     // of each pair's line
 
     // Of one (head, block of rows).
     DEVICE int units() const { return window_tiles * WINDOW_COST + chunks * CHUNK; }
@@ -106,20 +111,20 @@ DEVICE Sequence describe(const Arguments& a, int b) {
     return s;
 }
 
-// How the step's work is shared out. `starts` and `first_sequence` follow the sequences' facts.
+// How the step's work is shared out; `sequences` and two lists of batch + 1 numbers follow.
 struct Schedule {
-    int share, total, grain, unused;  // a pair's line is padded to a multiple of `grain` units
+    int parts;                        // of all pairs
+    int unused[3];
     DEVICE Sequence* sequences() { return (Sequence*)(this + 1); }
-    DEVICE int* starts(int batch) { return (int*)(sequences() + batch); }  // of their units: B + 1
-    DEVICE int* first_sequence(int batch) { return starts(batch) + batch + 1; }  // of each block
+    DEVICE int* first_part(int batch) { return (int*)(sequences() + batch); }  // of each sequence
+    DEVICE int* first_record(int batch) { return first_part(batch) + batch + 1; }
 };
-
-DEVICE int round_up(int x, int grain) { return (x + grain - 1) / grain * grain; }
+constexpr int HEADER = 4;  // words of the above
 
 constexpr int PLANNERS = 256;
 constexpr int SCHEDULED = 64;  // sequences whose facts a block takes in one go
 
-// Sum (and largest) of every thread's number; also the sum of the threads before this one.
+// Sum of every thread's number, and of those of the threads before this one.
 DEVICE int block_sum(int x, int* sums, int& before) {
     __syncthreads();
     sums[threadIdx.x] = x;
@@ -137,11 +142,8 @@ DEVICE int block_sum(int x, int* sums, int& before) {
 // One block, once per step and geometry.
 extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments a, int blocks) {
     __shared__ int sums[PLANNERS];
-    __shared__ int largest;
     Schedule& plan = *(Schedule*)a.schedule;
-    if (threadIdx.x == 0) largest = 0;
-    __syncthreads();
-    int total = 0, ignored;
+    int total = 0, before;
     for (int base = 0; base < a.batch; base += PLANNERS) {
         const int b = base + threadIdx.x;
         int units = 0;
@@ -149,139 +151,82 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments 
             const Sequence s = describe(a, b);
             plan.sequences()[b] = s;
             units = s.units() * s.row_blocks(a.group) * a.kv_heads;
-            if (units) atomicMax(&largest, s.units());
         }
-        total += block_sum(units, sums, ignored);
+        total += block_sum(units, sums, before);
     }
-    int share = (total + blocks - 1) / blocks, grain = 1;
-    if (share < SMALLEST_SHARE) share = SMALLEST_SHARE;
-    // A share that fits the longest pairs (a whole number of them, or a whole fraction of one)
-    // saves their partial results, if it makes the shares at most an eighth larger.
-    if (largest > 0) {
-        const bool split = largest >= share;
-        const int parts = (largest + share / 2) / share;
-        const int fitted = split ? (largest + parts - 1) / parts : round_up(share, largest);
-        if (fitted <= share + share / 8) {
-            int padded = 0;
-            for (int base = 0; base < a.batch; base += PLANNERS) {
-                const int b = base + threadIdx.x;
-                int units = 0;
-                if (b < a.batch) {
-                    const Sequence s = plan.sequences()[b];
-                    units = round_up(s.units(), split ? fitted : 1) * s.row_blocks(a.group) * a.kv_heads;
-                }
-                padded += block_sum(units, sums, ignored);
-            }
-            if (padded <= fitted * blocks) {
-                share = fitted;
-                grain = split ? fitted : 1;
-            }
-        }
-    }
-    total = 0;
-    int* starts = plan.starts(a.batch);
+    int rounds = (total / blocks + USUAL_PART / 2) / USUAL_PART;
+    rounds = rounds < 1 ? 1 : rounds > MOST_ROUNDS ? MOST_ROUNDS : rounds;
+    int size = (total + blocks * rounds - 1) / (blocks * rounds);
+    if (size < SMALLEST_PART) size = SMALLEST_PART;
+    int parts = 0, records = 0;
     for (int base = 0; base < a.batch; base += PLANNERS) {
         const int b = base + threadIdx.x;
-        int units = 0, before;
+        int here = 0, kept = 0;
         if (b < a.batch) {
-            const Sequence s = plan.sequences()[b];
-            units = round_up(s.units(), grain) * s.row_blocks(a.group) * a.kv_heads;
+            Sequence& s = plan.sequences()[b];
+            const int units = s.units();
+            if (units) {
+                s.parts = (units + size / 4) / size;  // rather a little larger than one more
+                if (s.parts < 1) s.parts = 1;
+                here = s.parts * s.row_blocks(a.group) * a.kv_heads;
+                kept = s.parts > 1 ? here : 0;
+            }
         }
-        const int sum = block_sum(units, sums, before);
-        if (b < a.batch) starts[b] = total + before;
-        total += sum;
+        const int sum = block_sum(here, sums, before);
+        if (b < a.batch) plan.first_part(a.batch)[b] = parts + before;
+        parts += sum;
+        const int kept_sum = block_sum(kept, sums, before);
+        if (b < a.batch) plan.first_record(a.batch)[b] = records + before;
+        records += kept_sum;
     }
     if (threadIdx.x == 0) {
-        plan.share = share;
-        plan.total = total;
-        plan.grain = grain;
-        starts[a.batch] = total;
-    }
-    __syncthreads();
-    for (int c = threadIdx.x; c < blocks; c += PLANNERS) {
-        int low = 0, high = a.batch - 1;  // the last sequence that begins at or before c share
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (starts[middle] <= c * share) low = middle; else high = middle - 1;
-        }
-        plan.first_sequence(a.batch)[c] = low;
+        plan.parts = parts;
+        plan.first_part(a.batch)[a.batch] = parts;
     }
 }
-
-#ifdef PROFILE
-__device__ u64 oscar_profile[4096][16];
-#define MARK(i) do { __syncthreads(); if (threadIdx.x == 0) oscar_profile[blockIdx.x][i] = clock64(); } while (0)
-#else
-#define MARK(i)
-#endif
 
 // -- shared memory -------------------------------------------------------------------------------
 
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int MERGE_BYTES = WARPS * ROWS * STRIDE * 4;
-constexpr int SCRATCH_BYTES = THREADS * 64;
-constexpr int MATRIX_ROWS = HEAD_DIM <= 128 ? HEAD_DIM : 64;  // of a matrix, at a time
-constexpr int MATRIX_BYTES = MATRIX_ROWS * HEAD_DIM * 4;
+constexpr int SUMS_BYTES = THREADS * 64;  // partial sums of a row times a matrix
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
-// While a matrix is used, it lies behind what the warps' results and its partial sums take.
-constexpr int MATRIX_AT = larger(MERGE_BYTES, SCRATCH_BYTES) + 127 & ~127;
-constexpr int WORK_BYTES = larger(RING_BYTES, MATRIX_AT + MATRIX_BYTES);
+constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
 
 struct Shared {
-    alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, warps' results, a matrix
+    alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, warps' results, partial sums
     Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];  // B fragments
     float history[ROWS][STRIDE], window[ROWS][STRIDE];  // sums of values
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
     float m[2][ROWS], l[2][ROWS];         // history, windows
-    float lo[ROWS][GROUPS];
-    u32 schedule[4 + 9 * SCHEDULED + 1];   // the schedule of a small batch
-    int last;
+    float lo[ROWS][GROUPS], rescale[2 * ROWS];
+    u32 schedule[HEADER + (FACTS + 2) * SCHEDULED + 2];  // of a small batch
+    int last, next;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
 
-// Code outside the main loops is kept small rather than fast: few blocks run it, so it is not in
-// their processor's instruction cache, and fetching it costs more than running it.
-
-// A matrix [HEAD_DIM][HEAD_DIM] in shared memory, as many rows of it as fit at a time.
-DEVICE void fetch_matrix(const float* matrix, int k0, u8* shared) {
-    const u32 to = shared_address(shared);
-    const u8* from = (const u8*)(matrix + k0 * HEAD_DIM);
-    const int bytes = (HEAD_DIM - k0 < MATRIX_ROWS ? HEAD_DIM - k0 : MATRIX_ROWS) * HEAD_DIM * 4;
-    ROLLED for (int i = 16 * threadIdx.x; i < bytes; i += 16 * THREADS) copy_async(to + i, from + i);
-    commit_copies();
-}
-
-// rows[r][:] times the matrix; use(r, channel, sum) gets each result. The matrix's first rows have
-// been fetched, and stay if they are all of it.
+// rows[r][:] times matrix [HEAD_DIM][HEAD_DIM]; use(r, channel, sum) gets each result.
 template <class Use>
-DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* shared, u8* scratch,
-                         Use use) {
+DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* scratch, Use use) {
     constexpr int QUADS = HEAD_DIM / 4;
     constexpr int SPLITS = THREADS / QUADS;  // parts of the inner dimension
+    constexpr int DEPTH = (HEAD_DIM + SPLITS - 1) / SPLITS;
     float* sums = (float*)scratch;  // [SPLITS][4][HEAD_DIM]
     const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
+    const int begin = split * DEPTH, end = begin + DEPTH < HEAD_DIM ? begin + DEPTH : HEAD_DIM;
     ROLLED for (int r0 = 0; r0 < ROWS; r0 += 4) {
         float acc[4][4] = {};
-        ROLLED for (int k0 = 0; k0 < HEAD_DIM; k0 += MATRIX_ROWS) {
-            if (MATRIX_ROWS < HEAD_DIM && r0 + k0 > 0) fetch_matrix(matrix, k0, shared);
-            wait_copies<0>();
-            __syncthreads();
-            const int count = HEAD_DIM - k0 < MATRIX_ROWS ? HEAD_DIM - k0 : MATRIX_ROWS;
-            if (split < SPLITS) {
-                UNROLL_4 for (int k = split; k < count; k += SPLITS) {
-                    const Float4 m = ((const Float4*)shared)[k * QUADS + quad];
-                    UNROLL for (int r = 0; r < 4; r++) {
-                        const float x = rows[r0 + r][k0 + k];
-                        acc[r][0] += x * m.x;
-                        acc[r][1] += x * m.y;
-                        acc[r][2] += x * m.z;
-                        acc[r][3] += x * m.w;
-                    }
+        if (split < SPLITS) {
+            UNROLL_16 for (int k = begin; k < end; k++) {
+                const Quad m = load_quad(matrix + k * HEAD_DIM + 4 * quad);
+                UNROLL for (int r = 0; r < 4; r++) {
+                    const float x = rows[r0 + r][k];
+                    acc[r][0] += x * as_float(m.x);
+                    acc[r][1] += x * as_float(m.y);
+                    acc[r][2] += x * as_float(m.z);
+                    acc[r][3] += x * as_float(m.w);
                 }
             }
-            if (MATRIX_ROWS < HEAD_DIM) __syncthreads();
-        }
-        if (split < SPLITS) {
             UNROLL for (int r = 0; r < 4; r++)
                 *(Float4*)&sums[(split * 4 + r) * HEAD_DIM + 4 * quad] =
                     Float4{acc[r][0], acc[r][1], acc[r][2], acc[r][3]};
@@ -350,25 +295,14 @@ DEVICE i64 query_at(const Arguments& a, int start, int head, int row) {  // elem
     return (start + row / a.group) * a.q_token + (head * a.group + row % a.group) * a.q_head;
 }
 
-struct QueryShared {
-    alignas(128) u8 matrix[MATRIX_BYTES];
-    u8 scratch[SCRATCH_BYTES];
-    float q[ROWS][STRIDE], transformed[ROWS][STRIDE], unit[ROWS], key_mean[HEAD_DIM];
-};
-static_assert(sizeof(QueryShared) <= QUERY_SHARED_BYTES, "decode.py gives too little shared memory");
-
 // Block (x, y): head x, and pairs y, y + gridDim.y, ... of (sequence, block of rows).
 extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid_constant__ Arguments a) {
-    extern __shared__ u8 dynamic[];
-    QueryShared& s = *(QueryShared*)dynamic;
-    auto& q = s.q;
-    auto& transformed = s.transformed;
-    auto& unit = s.unit;
+    __shared__ alignas(16) u8 scratch[SUMS_BYTES];
+    __shared__ float q[ROWS][STRIDE], transformed[ROWS][STRIDE], unit[ROWS], key_mean[HEAD_DIM];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
     const float* matrix = a.query_matrix + (i64)head * HEAD_DIM * HEAD_DIM;
     const float scale = a.scale * LOG2E;
-    fetch_matrix(matrix, 0, s.matrix);
-    for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) s.key_mean[c] = a.key_mean[head * HEAD_DIM + c];
+    for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) key_mean[c] = a.key_mean[head * HEAD_DIM + c];
     ROLLED for (int pair = blockIdx.y; pair < a.batch * a.row_blocks; pair += gridDim.y) {
         const int b = pair / a.row_blocks, row_block = pair % a.row_blocks;
         const int start = a.query_start[b], rows = (a.query_start[b + 1] - start) * a.group - row_block * ROWS;
@@ -379,20 +313,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid
             q[r][c] = r < rows
                 ? load_activation(a.q[query_at(a, start, head, row_block * ROWS + r) + c]) : 0.0f;
         }
-        wait_copies<0>();
         __syncthreads();
+        times_matrix(q, matrix, scratch, [&](int r, int c, float sum) { transformed[r][c] = sum; });
 #if __CUDA_ARCH__ >= 900
         // oscar_decode may begin to fetch; earlier, its many bytes would be in this block's way.
         asm volatile("griddepcontrol.launch_dependents;");
 #endif
-        times_matrix(q, matrix, s.matrix, s.scratch,
-                     [&](int r, int c, float sum) { transformed[r][c] = sum; });
         ROLLED for (int r = warp; r < ROWS; r += WARPS) {
             float top = 0, mean = 0, sums[GROUPS] = {};
             for (int c = lane; c < HEAD_DIM; c += 32) {
                 const float x = transformed[r][c];
                 top = fmaxf(top, fabsf(x));
-                mean += q[r][c] * s.key_mean[c];
+                mean += q[r][c] * key_mean[c];
                 UNROLL for (int group = 0; group < GROUPS; group++)
                     if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
             }
@@ -424,6 +356,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid
         }
         __syncthreads();
     }
+}
+
+DEVICE void wait_for_queries() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // The piece's query rows as the B fragments of the windows' keys: column g is row 4 (g & 1) + g / 2
@@ -499,6 +437,8 @@ DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4
 // -- windows ---------------------------------------------------------------------------------------
 
 DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+    load_window_queries(a, p, s);
+    __syncthreads();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float out[COLUMN_TILES][WINDOW_TILES][4] = {};
     float m[ROW_GROUPS], l[ROW_GROUPS];
@@ -944,13 +884,9 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
               chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages)};
     ring.open();
     ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);
-    MARK(2);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for oscar_queries
-#endif
+    wait_for_queries();
     History state;
     state.open(a, p);
-    MARK(3);
     // Positions that every row sees need no masks, those that no row sees are left out.
     const int first = p.first + p.row_block * ROWS / a.group;
     const int last = p.first + (p.row_block * ROWS + p.rows - 1) / a.group;
@@ -977,13 +913,12 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     wait_copies<0>();
-    MARK(4);
     state.finish(s);
 }
 
 // -- results ---------------------------------------------------------------------------------------
 
-// The rows' final output, from sums in shared memory; `inverse` has been fetched to its place.
+// The rows' final output, from sums in shared memory.
 DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, const float* inverse,
                        Shared& s) {
     const float* mean = a.value_mean ? a.value_mean + p.head * HEAD_DIM : nullptr;
@@ -999,7 +934,7 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
               + c] = (u16)pack_activation(x, 0.0f);
     };
     if (has_history && inverse) {
-        times_matrix(s.history, inverse, s.work + MATRIX_AT, s.work, write);
+        times_matrix(s.history, inverse, s.work, write);
     } else {
         ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
@@ -1008,11 +943,9 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
     }
 }
 
-// A partial result: sums of both kinds, and m and l of each row.
+// What a part leaves: m and l of each (kind, row), then their sums.
 constexpr int RECORD = 2 * ROWS * (HEAD_DIM + 2);
-DEVICE float* record_of(const Arguments& a, int block, int slot) {
-    return a.partial + (i64)(2 * block + slot) * RECORD;
-}
+DEVICE float* record_of(const Arguments& a, int index) { return a.partial + (i64)index * RECORD; }
 
 DEVICE void write_partial(float* record, const Shared& s) {
     for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
@@ -1026,69 +959,79 @@ DEVICE void write_partial(float* record, const Shared& s) {
     }
 }
 
-// Add up what blocks first .. first + pieces - 1 left of one pair, the first of them in its slot 1.
-// Windows can only be in the first `window_pieces`, history from `history_piece` on.
-DEVICE void merge_pieces(const Arguments& a, int first, int pieces, int window_pieces,
-                         int history_piece, Shared& s) {
+// Add up what the parts of one pair left, in records first, first + 1, ... Windows can only be in
+// the first `window_parts`, history from `history_part` on.
+DEVICE void merge_parts(const Arguments& a, int first, int parts, int window_parts, int history_part,
+                        Shared& s) {
     constexpr int KINDS = 2 * ROWS;  // (kind, row)
-    constexpr int SUMS = ROWS * HEAD_DIM;  // of one kind
-    constexpr int AT_ONCE = (WORK_BYTES - 1024) / (4 * SUMS + 8 * KINDS);  // pieces in shared memory
-    float (*m)[KINDS] = (float(*)[KINDS])s.work;  // of the pieces at hand
-    float (*l)[KINDS] = m + AT_ONCE;
-    float* sums = (float*)(s.work + round_up(8 * KINDS * AT_ONCE, 128));
+    constexpr int MOST = WORK_BYTES / (8 * KINDS);  // parts at a time
+    constexpr int AT_ONCE = 16;  // loads on their way
+    float (*m)[KINDS] = (float(*)[KINDS])s.work;  // of the parts at hand; then their factors
+    float (*l)[KINDS] = m + MOST;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    ROLLED for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS)
+        (i < ROWS * HEAD_DIM ? s.history : s.window)[i / HEAD_DIM % ROWS][i % HEAD_DIM] = 0;
     ROLLED for (int i = threadIdx.x; i < KINDS; i += THREADS) {
         s.m[i / ROWS][i % ROWS] = NOTHING;
         s.l[i / ROWS][i % ROWS] = 0;
     }
-    ROLLED for (int i = threadIdx.x; i < 2 * SUMS; i += THREADS)
-        (i < SUMS ? s.history : s.window)[i / HEAD_DIM % ROWS][i % HEAD_DIM] = 0;
-    ROLLED for (int kind = 0; kind < 2; kind++) {
-        float (*result)[STRIDE] = kind ? s.window : s.history;
-        const int begin = kind ? 0 : history_piece, end = kind ? window_pieces : pieces;
-        ROLLED for (int base = begin; base < end; base += AT_ONCE) {
-            const int count = end - base < AT_ONCE ? end - base : AT_ONCE;
-            __syncthreads();
-            ROLLED for (int i = threadIdx.x; i < count * (SUMS / 4); i += THREADS) {
-                const int piece = base + i / (SUMS / 4);
-                copy_async(shared_address(sums + 4 * i), record_of(a, first + piece, piece == 0)
-                           + 2 * KINDS + kind * SUMS + 4 * (i % (SUMS / 4)));
+    ROLLED for (int base = 0; base < parts; base += MOST) {
+        const int count = parts - base < MOST ? parts - base : MOST;
+        __syncthreads();
+        ROLLED for (int i = threadIdx.x; i < count * KINDS; i += THREADS) {
+            const float* record = record_of(a, first + base + i / KINDS) + 2 * (i % KINDS);
+            m[i / KINDS][i % KINDS] = load_fresh(record);
+            l[i / KINDS][i % KINDS] = load_fresh(record + 1);
+        }
+        __syncthreads();
+        ROLLED for (int i = warp; i < KINDS; i += WARPS) {
+            float& row_m = s.m[i / ROWS][i % ROWS];
+            float& row_l = s.l[i / ROWS][i % ROWS];
+            float top = row_m, sum = 0;
+            ROLLED for (int part = lane; part < count; part += 32) top = fmaxf(top, m[part][i]);
+            top = warp_max(top);
+            ROLLED for (int part = lane; part < count; part += 32) {
+                const float factor = l[part][i] > 0 ? exp2_approx(m[part][i] - top) : 0.0f;
+                sum += l[part][i] * factor;
+                m[part][i] = factor;
             }
-            commit_copies();
-            ROLLED for (int i = threadIdx.x; i < count * ROWS; i += THREADS) {
-                const int piece = base + i / ROWS;
-                const float* record =
-                    record_of(a, first + piece, piece == 0) + 2 * (kind * ROWS + i % ROWS);
-                m[i / ROWS][i % ROWS] = load_fresh(record);
-                l[i / ROWS][i % ROWS] = load_fresh(record + 1);
+            sum = warp_sum(sum);
+            if (lane == 0) {
+                s.rescale[i] = exp2_approx(row_m - top);  // of what was added before
+                row_l = row_l * exp2_approx(row_m - top) + sum;
+                row_m = top;
             }
-            __syncthreads();
-            ROLLED for (int r = warp; r < ROWS; r += WARPS) {  // m becomes each piece's factor
-                float top = s.m[kind][r], sum = 0;
-                ROLLED for (int piece = lane; piece < count; piece += 32) top = fmaxf(top, m[piece][r]);
-                top = warp_max(top);
-                ROLLED for (int piece = lane; piece < count; piece += 32) {
-                    const float factor = l[piece][r] > 0 ? exp2_approx(m[piece][r] - top) : 0.0f;
-                    sum += l[piece][r] * factor;
-                    m[piece][r] = factor;
+        }
+        __syncthreads();
+        constexpr int QUADS = ROWS * HEAD_DIM / 4;
+        ROLLED for (int i = threadIdx.x; i < 2 * QUADS; i += THREADS) {
+            const int kind = i / QUADS, row = i / (HEAD_DIM / 4);
+            int part = kind ? 0 : history_part - base, end = kind ? window_parts - base : count;
+            if (part < 0) part = 0;
+            if (end > count) end = count;
+            Float4 sum = {0, 0, 0, 0};
+            ROLLED for (; part < end; part += AT_ONCE) {
+                Float4 x[AT_ONCE];
+                UNROLL for (int j = 0; j < AT_ONCE; j++) {
+                    const int index = part + j < end ? part + j : part;
+                    x[j] = load_fresh_quad(record_of(a, first + base + index) + 2 * KINDS + 4 * i);
                 }
-                sum = warp_sum(sum);
-                if (lane == 0) {
-                    const float before = exp2_approx(s.m[kind][r] - top);
-                    s.lo[r][0] = before;
-                    s.m[kind][r] = top;
-                    s.l[kind][r] = s.l[kind][r] * before + sum;
+                UNROLL for (int j = 0; j < AT_ONCE; j++) {
+                    const float factor = part + j < end ? m[part + j][row] : 0.0f;
+                    if (factor > 0) {  // what is not there may be anything
+                        sum.x += factor * x[j].x;
+                        sum.y += factor * x[j].y;
+                        sum.z += factor * x[j].z;
+                        sum.w += factor * x[j].w;
+                    }
                 }
             }
-            wait_copies<0>();
-            __syncthreads();
-            ROLLED for (int i = threadIdx.x; i < SUMS; i += THREADS) {
-                const int r = i / HEAD_DIM, c = i % HEAD_DIM;
-                float sum = result[r][c] * s.lo[r][0];
-                UNROLL_4 for (int piece = 0; piece < count; piece++)
-                    if (m[piece][r] > 0) sum += m[piece][r] * sums[piece * SUMS + i];
-                result[r][c] = sum;
-            }
+            float* to = (kind ? s.window : s.history)[row % ROWS] + 4 * (i % (HEAD_DIM / 4));
+            const float before = base > 0 ? s.rescale[row] : 0.0f;
+            to[0] = to[0] * before + sum.x;
+            to[1] = to[1] * before + sum.y;
+            to[2] = to[2] * before + sum.z;
+            to[3] = to[3] * before + sum.w;
         }
     }
     __syncthreads();
@@ -1098,32 +1041,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
-    MARK(0);
-#ifdef PROFILE
-    { u32 id; asm("mov.u32 %0, %%smid;" : "=r"(id)); oscar_profile[blockIdx.x][10] = id; }
-#endif
-    int b = ((Schedule*)a.schedule)->first_sequence(a.batch)[blockIdx.x];
     if (a.batch <= SCHEDULED) {
-        for (int i = threadIdx.x; i < 4 + (FACTS + 1) * a.batch + 1; i += THREADS)
+        for (int i = threadIdx.x; i < HEADER + (FACTS + 2) * a.batch + 2; i += THREADS)
             s.schedule[i] = ((const u32*)a.schedule)[i];
         __syncthreads();
     }
     Schedule& plan = *(Schedule*)(a.batch <= SCHEDULED ? (int*)s.schedule : a.schedule);
-    const int share = plan.share, total = plan.total, grain = plan.grain;
-    const int* starts = plan.starts(a.batch);
-    int unit = blockIdx.x * share;
-    const int end = unit + share < total ? unit + share : total;
-    while (unit < end) {
-        while (starts[b + 1] <= unit) b++;
+    const int* first_part = plan.first_part(a.batch);
+    const int parts = plan.parts;
+    int index = blockIdx.x;
+    ROLLED while (index < parts) {
+        if (threadIdx.x == 0) s.next = gridDim.x + atomicAdd(a.tickets, 1);
+        int b = 0, high = a.batch - 1;  // the last sequence that begins at or before this part
+        while (b < high) {
+            const int middle = (b + high + 1) / 2;
+            if (first_part[middle] <= index) b = middle; else high = middle - 1;
+        }
         const Sequence q = plan.sequences()[b];
-        const int units = q.units(), padded = round_up(units, grain);
-        const int line = (unit - starts[b]) / padded, offset = (unit - starts[b]) % padded;
-        const int begin = unit - offset;  // where the pair begins
-        const int stop = offset + end - unit < padded ? offset + end - unit : padded;
-        unit = begin + stop;
+        const int part = (index - first_part[b]) % q.parts, line = (index - first_part[b]) / q.parts;
+        const int row_blocks = q.row_blocks(a.group), units = q.units();
+        const int size = (units + q.parts - 1) / q.parts;
 
         Piece p;
-        const int row_blocks = q.row_blocks(a.group);
         p.sequence = b;
         p.head = line / row_blocks;
         p.row_block = line % row_blocks;
@@ -1131,81 +1070,61 @@ oscar_decode(const __grid_constant__ Arguments a) {
         p.rows = left < ROWS ? left : ROWS;
         p.first = q.length - q.tokens;
         p.start = q.start;
-        // A tile or chunk belongs to the block in which its units begin.
+        // A tile or chunk belongs to the part in which its units begin.
         const int windows = q.window_tiles * WINDOW_COST;
-        auto window_from = [&](int x) { return ((x < windows ? x : windows) + WINDOW_COST - 1) / WINDOW_COST; };
+        auto window_from = [&](int x) {
+            return ((x < windows ? x : windows) + WINDOW_COST - 1) / WINDOW_COST;
+        };
         auto chunk_from = [&](int x) {
             const int chunk = x > windows ? (x - windows + CHUNK - 1) / CHUNK : 0;
             return chunk < q.chunks ? chunk : q.chunks;
         };
-        p.window_begin = window_from(offset);
-        p.window_end = window_from(stop);
-        p.history_begin = chunk_from(offset);
-        p.history_end = chunk_from(stop);
-        const bool has_windows = p.window_end > p.window_begin;
-        const bool has_history = p.history_end > p.history_begin;
-        if (!has_windows && !has_history) continue;
-
-        const float* inverse =
-            a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
-        load_window_queries(a, p, s);
-        if (inverse && begin / share == (int)blockIdx.x)  // it will be wanted soon, by some block
-            ROLLED for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
-                asm volatile("prefetch.global.L2 [%0];" :: "l"(inverse + 32 * i));
+        p.window_begin = window_from(part * size);
+        p.window_end = window_from(part * size + size);
+        p.history_begin = chunk_from(part * size);
+        p.history_end = chunk_from(part * size + size);
         if (threadIdx.x < 2 * ROWS) {
             s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
             s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
         }
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
             s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
-        MARK(1);
-        __syncthreads();
-        const int last_unit = units - (q.chunks ? CHUNK : WINDOW_COST);  // where the last begins
-        const int first_block = begin / share;
-        const int pieces = (begin + last_unit) / share - first_block + 1;
-        // Where windows are most of the work, half of the blocks begin with them, so that the two of
-        // a processor seldom wait for the same thing.
-        const bool windows_first = blockIdx.x * 2 >= gridDim.x && q.chunks * CHUNK < windows;
-        const bool early_matrix = pieces == 1 && has_history && inverse;
-        ROLLED for (int phase = 0; phase < 2; phase++) {
-            if ((phase == 0) == windows_first) {
-                if (has_windows) read_windows(a, p, q, s);
-                MARK(6);
-            } else if (has_history) {
-                read_history(a, p, q, s);
-                if (early_matrix) fetch_matrix(inverse, 0, s.work + MATRIX_AT);
-                MARK(5);
-            }
-        }
+        if (p.history_end > p.history_begin) read_history(a, p, q, s);
+        if (p.window_end > p.window_begin) read_windows(a, p, q, s);
 
         bool last = true;
-        if (pieces > 1) {
-            write_partial(record_of(a, blockIdx.x, (int)blockIdx.x == first_block), s);
+        if (q.parts > 1) {
+            const int record = plan.first_record(a.batch)[b] + index - first_part[b];
+            __syncthreads();
+            write_partial(record_of(a, record), s);
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) {
                 int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;
                 const int before = atomicAdd(arrivals, 1);
-                if (before == pieces - 1) *arrivals = 0;
-                s.last = before == pieces - 1;
+                if (before == q.parts - 1) *arrivals = 0;
+                s.last = before == q.parts - 1;
             }
             __syncthreads();
             last = s.last;
-            MARK(7);
+            if (last) {
+                __threadfence();
+                const int window_parts = (windows + size - 1) / size;
+                merge_parts(a, record - part, q.parts, window_parts < q.parts ? window_parts : q.parts,
+                            windows / size, s);
+            }
         }
         if (last) {
-            if (pieces > 1) {
-                __threadfence();
-                const int windows_end = windows > 0 ? (begin + windows - 1) / share : first_block - 1;
-                const int window_pieces = windows_end - first_block + 1;
-                merge_pieces(a, first_block, pieces, window_pieces < pieces ? window_pieces : pieces,
-                             (begin + windows) / share - first_block, s);
-            }
-            MARK(8);
-            if (inverse && q.chunks && !early_matrix) fetch_matrix(inverse, 0, s.work + MATRIX_AT);
-            write_rows(a, p, q.chunks > 0, inverse, s);
+            __syncthreads();
+            write_rows(a, p, q.chunks > 0,
+                       a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr, s);
         }
         __syncthreads();
-        MARK(9);
+        index = s.next;
+        __syncthreads();
+    }
+    wait_for_queries();  // no launch after this one may overtake oscar_queries
+    if (threadIdx.x == 0 && atomicAdd(a.tickets + 1, 1) == (int)gridDim.x - 1) {
+        a.tickets[0] = a.tickets[1] = 0;  // every block has taken its last: ready for the next launch
     }
 }

@@ -12,16 +12,19 @@ from oscarkv.kernels.cuda.launch import load, variant
 from oscarkv.kernels.triton.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
+WARPS = 4
+#: Parts of the work that a block does, at most, one after the other.
+MOST_ROUNDS = 8
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
-#: Shared memory of a block, if it is alone on its processor and if it is one of two (sm_90).
-LARGEST_BLOCK = 227 * 1024
-LARGEST_HALF = 113 * 1024
+#: Shared memory of a processor (sm_90), and what each block loses of it.
+SHARED_MEMORY = 228 * 1024
+RESERVED = 1024
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
 UNLIMITED = 1 << 30
 PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 _POINTERS = (
-    "q out history window seq_lens query_start history_table window_table schedule arrivals "
+    "q out history window seq_lens query_start history_table window_table schedule arrivals tickets "
     "partial queries query_matrix key_mean value_inverse value_mean exponents"
 ).split()
 _STRIDES = (
@@ -56,15 +59,13 @@ class Geometry:
     bfloat16: bool
     row_groups: int
     soft_cap: bool
-    few_pairs: bool  # fewer (sequence, head, block of rows) than the GPU has processors
 
     @classmethod
-    def of(cls, q: Tensor, layer: LayerCache, batch: int, max_query_len: int) -> Geometry:
+    def of(cls, q: Tensor, layer: LayerCache, max_query_len: int) -> Geometry:
         layout = layer.layout
         rows = q.shape[1] // layer.kv_heads * max_query_len
         most = 2 if layout.head_dim > 128 else 4
         row_groups = next((n for n in (1, 2) if 4 * n >= rows), most)
-        pairs = batch * layer.kv_heads * -(-rows // (4 * row_groups))
         return cls(
             layout.head_dim,
             layout.groups,
@@ -73,16 +74,7 @@ class Geometry:
             q.dtype == torch.bfloat16,
             row_groups,
             layer.soft_cap is not None,
-            pairs <= _processors(q.device),
         )
-
-    @property
-    def warps(self) -> int:
-        """Of a block. Two blocks of 8 on a processor hide each other's ends; one of 16 makes fewer
-        partial results, where pairs must be split anyway. Wide heads need more registers."""
-        if self.head_dim > 128:
-            return 12 if self.row_groups == 1 else 8
-        return 16 if self.few_pairs and self.row_groups <= 2 else 8
 
     @property
     def rows(self) -> int:
@@ -103,34 +95,23 @@ class Geometry:
 
     @property
     def stages(self) -> int:
-        budget = (LARGEST_BLOCK if self.warps > 8 or self.row_groups > 2 else LARGEST_HALF) - self._fixed_bytes
-        return max(2, min(4, budget // (self.warps * self.chunk * self.tile_bytes)))
+        budget = SHARED_MEMORY // self.blocks_per_sm - RESERVED - self._fixed_bytes
+        return max(2, min(4, budget // (WARPS * self.chunk * self.tile_bytes)))
 
     @property
     def _fixed_bytes(self) -> int:
         """Of `Shared`, all but its working space."""
         rows, stride = self.rows, 4 * (self.head_dim + 8)
-        stats = 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (4 + self.groups)
+        stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (6 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        return 2 * rows * stride + queries + stats + 4 * (5 + 9 * 64) + 256
+        return 2 * rows * stride + queries + stats + 4 * (6 + 11 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
         """At least `sizeof(Shared)` of decode.cu, which checks it."""
-        ring = self.warps * self.stages * self.chunk * self.tile_bytes
-        merge = max(self.warps * self.rows * 4 * (self.head_dim + 8), self.warps * 32 * 64)
-        return max(ring, merge + 128 + self._matrix_bytes) + self._fixed_bytes
-
-    @property
-    def query_shared_bytes(self) -> int:
-        """At least `sizeof(QueryShared)`, likewise."""
-        rows, stride = self.rows, 4 * (self.head_dim + 8)
-        return self._matrix_bytes + self.warps * 32 * 64 + 2 * rows * stride + 4 * rows + stride + 256
-
-    @property
-    def _matrix_bytes(self) -> int:
-        """Of a matrix, what is in shared memory at a time."""
-        return 4 * self.head_dim * (self.head_dim if self.head_dim <= 128 else 64)
+        ring = WARPS * self.stages * self.chunk * self.tile_bytes
+        merge = WARPS * self.rows * 4 * (self.head_dim + 8)
+        return max(ring, merge, WARPS * 32 * 64) + self._fixed_bytes
 
     @property
     def prepared_words(self) -> int:
@@ -141,7 +122,10 @@ class Geometry:
 
     @property
     def blocks_per_sm(self) -> int:
-        return 2 if self.warps == 8 and self.shared_bytes <= LARGEST_HALF else 1
+        """As many as registers allow: 128 a thread, 168 or 255 where there is more to hold."""
+        if self.head_dim > 128:
+            return 3 if self.row_groups == 1 else 2
+        return 4 if self.row_groups <= 2 else 2
 
     def macros(self) -> dict[str, int]:
         return {
@@ -153,11 +137,11 @@ class Geometry:
             "ROW_GROUPS": self.row_groups,
             "CHUNK": self.chunk,
             "STAGES": self.stages,
-            "WARPS": self.warps,
+            "WARPS": WARPS,
             "BLOCKS_PER_SM": self.blocks_per_sm,
+            "MOST_ROUNDS": MOST_ROUNDS,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
-            "QUERY_SHARED_BYTES": self.query_shared_bytes,
             "PREPARED_BYTES": 4 * self.prepared_words,
         }
 
@@ -176,7 +160,7 @@ class DecodeKernel:
             "decode.cu",
             (
                 ("oscar_schedule", 0),
-                ("oscar_queries", geometry.query_shared_bytes),
+                ("oscar_queries", 0),
                 ("oscar_decode", geometry.shared_bytes),
             ),
             variant(geometry.macros()),
@@ -184,7 +168,9 @@ class DecodeKernel:
         )
         self.blocks = _processors(device) * geometry.blocks_per_sm
         record = 2 * geometry.rows * (geometry.head_dim + 2)
-        self._partial = torch.empty(2 * self.blocks * record, dtype=torch.float32, device=device)
+        parts = (MOST_ROUNDS + 2) * self.blocks  # rounding makes a seventh more at most
+        self._partial = torch.empty(parts * record, dtype=torch.float32, device=device)
+        self._tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self._queries = torch.empty(0, dtype=torch.int32, device=device)
         self._schedule = torch.empty(0, dtype=torch.int32, device=device)
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
@@ -206,6 +192,7 @@ class DecodeKernel:
             window_table=plan.window_table.data_ptr(),
             schedule=self._schedule.data_ptr(),
             arrivals=self._arrivals.data_ptr(),
+            tickets=self._tickets.data_ptr(),
             partial=self._partial.data_ptr(),
             queries=self._queries.data_ptr(),
             query_matrix=transforms.query.data_ptr(),
@@ -239,14 +226,14 @@ class DecodeKernel:
         arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
         arguments.q_token, arguments.q_head = q.stride(0), q.stride(1)
         arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
-        threads = 32 * self.geometry.warps
+        threads = 32 * WARPS
         pairs = arguments.batch * arguments.row_blocks
         each = -(-pairs * arguments.kv_heads // self.blocks)  # of a block's share of the matrix
         self._queries_kernel.launch((arguments.kv_heads, -(-pairs // each), 1), threads, arguments)
         self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:
-        size = 4 + 9 * batch + 1 + self.blocks  # `Schedule` of decode.cu
+        size = 4 + 11 * batch + 2  # `Schedule` of decode.cu
         if self._schedule.numel() < size:
             self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
         if self._arrivals.numel() < pairs:
