@@ -8,11 +8,11 @@
 //
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule
-// cuts each line into parts of about equal size, a few for every block that the GPU holds; blocks
-// take the next part when they are done with one, since processors get unequal shares of the
-// memory's bandwidth. A pair of one part is finished by its block; otherwise each part leaves its
-// sums, and the last block to arrive adds them up in the order of the line. So the result does not
-// depend on who did what: two runs give the same bits.
+// cuts each line into parts: long ones, one for each block that the GPU holds, and short ones, which
+// blocks take in turn when they are done, since processors get unequal shares of the memory's
+// bandwidth. A pair of one part is finished by its block; otherwise each part leaves its sums, and
+// the last block to arrive adds them up in the order of the line. So the result does not depend on
+// who did what: two runs give the same bits.
 //
 // History tiles, in registers only (why: docs/how-it-works.md, kernels):
 // - Keys: codes are the A operand of byte products, four to a register by one AND (an IMAD brings
@@ -30,9 +30,9 @@ constexpr int CODE_BYTES = TILE * 4 * WORDS;  // of a tile, one side
 constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
 constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
 constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
-constexpr int WINDOW_COST = (64 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;
-constexpr int SMALLEST_PART = 32;   // units
-constexpr int USUAL_PART = 128;     // parts are not made smaller than this only to have more of them
+constexpr int WINDOW_COST = (112 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, but slower
+constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
+constexpr int SMALLEST_SHORT = 96;  // a shorter short part is not worth its start
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
@@ -77,11 +77,13 @@ struct Sequence {
     int length, tokens, start;     // after the step; new ones; row of the first in q
     int first_chunk, chunks;       // of the history
     int sink_tiles, first_recent, window_tiles;
-    int parts;                     // of each pair's line
+    int parts;                     // long ones of each pair's line, and as many short ones
+    int long_size, short_size;     // in units; short_size 0: there are none
 
     // Of one (head, block of rows).
     DEVICE int units() const { return window_tiles * WINDOW_COST + chunks * CHUNK; }
     DEVICE int row_blocks(int group) const { return (tokens * group + ROWS - 1) / ROWS; }
+    DEVICE int all_parts() const { return short_size ? 2 * parts : parts; }
 };
 constexpr int FACTS = sizeof(Sequence) / 4;
 
@@ -111,13 +113,14 @@ DEVICE Sequence describe(const Arguments& a, int b) {
     return s;
 }
 
-// How the step's work is shared out; `sequences` and two lists of batch + 1 numbers follow.
+// How the step's work is shared out; `sequences` and three lists of batch numbers follow.
 struct Schedule {
-    int parts;                        // of all pairs
-    int unused[3];
+    int long_parts, parts;            // of all pairs; all of them
+    int unused[2];
     DEVICE Sequence* sequences() { return (Sequence*)(this + 1); }
-    DEVICE int* first_part(int batch) { return (int*)(sequences() + batch); }  // of each sequence
-    DEVICE int* first_record(int batch) { return first_part(batch) + batch + 1; }
+    DEVICE int* first_long(int batch) { return (int*)(sequences() + batch); }  // of each sequence
+    DEVICE int* first_short(int batch) { return first_long(batch) + batch; }
+    DEVICE int* first_record(int batch) { return first_short(batch) + batch; }
 };
 constexpr int HEADER = 4;  // words of the above
 
@@ -154,34 +157,43 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments 
         }
         total += block_sum(units, sums, before);
     }
-    int rounds = (total / blocks + USUAL_PART / 2) / USUAL_PART;
-    rounds = rounds < 1 ? 1 : rounds > MOST_ROUNDS ? MOST_ROUNDS : rounds;
-    int size = (total + blocks * rounds - 1) / (blocks * rounds);
-    if (size < SMALLEST_PART) size = SMALLEST_PART;
-    int parts = 0, records = 0;
+    int share = (total + blocks - 1) / blocks;
+    if (share < SMALLEST_PART) share = SMALLEST_PART;
+    int parts = 0, short_parts = 0, records = 0;
     for (int base = 0; base < a.batch; base += PLANNERS) {
         const int b = base + threadIdx.x;
-        int here = 0, kept = 0;
+        int here = 0, shorts = 0, kept = 0;
         if (b < a.batch) {
             Sequence& s = plan.sequences()[b];
-            const int units = s.units();
+            const int units = s.units(), pairs = s.row_blocks(a.group) * a.kv_heads;
             if (units) {
-                s.parts = (units + size / 4) / size;  // rather a little larger than one more
+                s.parts = (units + share / 32) / share;  // rather a little larger than one more
                 if (s.parts < 1) s.parts = 1;
-                here = s.parts * s.row_blocks(a.group) * a.kv_heads;
-                kept = s.parts > 1 ? here : 0;
+                s.long_size = (units + s.parts - 1) / s.parts;
+                const int rest = s.long_size / SHORT_SHARE;
+                // Short parts pay where there are about as many long ones as blocks.
+                if (rest >= SMALLEST_SHORT && s.long_size * 4 >= share * 3) {
+                    s.short_size = rest;
+                    s.long_size -= rest;
+                }
+                here = s.parts * pairs;
+                shorts = s.short_size ? here : 0;
+                kept = s.all_parts() > 1 ? here + shorts : 0;
             }
         }
-        const int sum = block_sum(here, sums, before);
-        if (b < a.batch) plan.first_part(a.batch)[b] = parts + before;
+        int sum = block_sum(here, sums, before);
+        if (b < a.batch) plan.first_long(a.batch)[b] = parts + before;
         parts += sum;
-        const int kept_sum = block_sum(kept, sums, before);
+        sum = block_sum(shorts, sums, before);
+        if (b < a.batch) plan.first_short(a.batch)[b] = short_parts + before;
+        short_parts += sum;
+        sum = block_sum(kept, sums, before);
         if (b < a.batch) plan.first_record(a.batch)[b] = records + before;
-        records += kept_sum;
+        records += sum;
     }
     if (threadIdx.x == 0) {
-        plan.parts = parts;
-        plan.first_part(a.batch)[a.batch] = parts;
+        plan.long_parts = parts;
+        plan.parts = parts + short_parts;
     }
 }
 
@@ -200,7 +212,8 @@ struct Shared {
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
     float m[2][ROWS], l[2][ROWS];         // history, windows
     float lo[ROWS][GROUPS], rescale[2 * ROWS];
-    u32 schedule[HEADER + (FACTS + 2) * SCHEDULED + 2];  // of a small batch
+    int begins[2 * ROWS], ends[2 * ROWS];
+    u32 schedule[HEADER + (FACTS + 3) * SCHEDULED];  // of a small batch
     int last, next;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
@@ -959,10 +972,8 @@ DEVICE void write_partial(float* record, const Shared& s) {
     }
 }
 
-// Add up what the parts of one pair left, in records first, first + 1, ... Windows can only be in
-// the first `window_parts`, history from `history_part` on.
-DEVICE void merge_parts(const Arguments& a, int first, int parts, int window_parts, int history_part,
-                        Shared& s) {
+// Add up what the parts of one pair left, in records first, first + 1, ...
+DEVICE void merge_parts(const Arguments& a, int first, int parts, Shared& s) {
     constexpr int KINDS = 2 * ROWS;  // (kind, row)
     constexpr int MOST = WORK_BYTES / (8 * KINDS);  // parts at a time
     constexpr int AT_ONCE = 16;  // loads on their way
@@ -988,8 +999,17 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int window_par
             float& row_m = s.m[i / ROWS][i % ROWS];
             float& row_l = s.l[i / ROWS][i % ROWS];
             float top = row_m, sum = 0;
-            ROLLED for (int part = lane; part < count; part += 32) top = fmaxf(top, m[part][i]);
+            int begin = count, end = 0;  // of the parts that have anything of this kind
+            ROLLED for (int part = lane; part < count; part += 32) {
+                top = fmaxf(top, m[part][i]);
+                if (l[part][i] > 0) {
+                    if (begin == count) begin = part;
+                    end = part + 1;
+                }
+            }
             top = warp_max(top);
+            begin = __reduce_min_sync(ALL, begin);
+            end = __reduce_max_sync(ALL, end);
             ROLLED for (int part = lane; part < count; part += 32) {
                 const float factor = l[part][i] > 0 ? exp2_approx(m[part][i] - top) : 0.0f;
                 sum += l[part][i] * factor;
@@ -998,6 +1018,8 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int window_par
             sum = warp_sum(sum);
             if (lane == 0) {
                 s.rescale[i] = exp2_approx(row_m - top);  // of what was added before
+                s.begins[i] = begin;
+                s.ends[i] = end;
                 row_l = row_l * exp2_approx(row_m - top) + sum;
                 row_m = top;
             }
@@ -1005,10 +1027,8 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int window_par
         __syncthreads();
         constexpr int QUADS = ROWS * HEAD_DIM / 4;
         ROLLED for (int i = threadIdx.x; i < 2 * QUADS; i += THREADS) {
-            const int kind = i / QUADS, row = i / (HEAD_DIM / 4);
-            int part = kind ? 0 : history_part - base, end = kind ? window_parts - base : count;
-            if (part < 0) part = 0;
-            if (end > count) end = count;
+            const int kind = i / QUADS, row = i / (HEAD_DIM / 4), end = s.ends[row];
+            int part = s.begins[row];
             Float4 sum = {0, 0, 0, 0};
             ROLLED for (; part < end; part += AT_ONCE) {
                 Float4 x[AT_ONCE];
@@ -1042,25 +1062,31 @@ oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
     if (a.batch <= SCHEDULED) {
-        for (int i = threadIdx.x; i < HEADER + (FACTS + 2) * a.batch + 2; i += THREADS)
+        for (int i = threadIdx.x; i < HEADER + (FACTS + 3) * a.batch; i += THREADS)
             s.schedule[i] = ((const u32*)a.schedule)[i];
         __syncthreads();
     }
     Schedule& plan = *(Schedule*)(a.batch <= SCHEDULED ? (int*)s.schedule : a.schedule);
-    const int* first_part = plan.first_part(a.batch);
     const int parts = plan.parts;
     int index = blockIdx.x;
     ROLLED while (index < parts) {
         if (threadIdx.x == 0) s.next = gridDim.x + atomicAdd(a.tickets, 1);
+        const bool is_short = index >= plan.long_parts;
+        const int* first = is_short ? plan.first_short(a.batch) : plan.first_long(a.batch);
+        const int place = is_short ? index - plan.long_parts : index;
         int b = 0, high = a.batch - 1;  // the last sequence that begins at or before this part
         while (b < high) {
             const int middle = (b + high + 1) / 2;
-            if (first_part[middle] <= index) b = middle; else high = middle - 1;
+            if (first[middle] <= place) b = middle; else high = middle - 1;
         }
         const Sequence q = plan.sequences()[b];
-        const int part = (index - first_part[b]) % q.parts, line = (index - first_part[b]) / q.parts;
-        const int row_blocks = q.row_blocks(a.group), units = q.units();
-        const int size = (units + q.parts - 1) / q.parts;
+        int part = (place - first[b]) % q.parts;
+        const int line = (place - first[b]) / q.parts, row_blocks = q.row_blocks(a.group);
+        const int longs = q.parts * q.long_size;  // units of the long parts, which come first
+        const int from = is_short ? longs + part * q.short_size : part * q.long_size;
+        int to = from + (is_short ? q.short_size : q.long_size);
+        if (is_short && part == q.parts - 1) to = q.units();  // what rounding left
+        if (is_short) part += q.parts;
 
         Piece p;
         p.sequence = b;
@@ -1079,10 +1105,10 @@ oscar_decode(const __grid_constant__ Arguments a) {
             const int chunk = x > windows ? (x - windows + CHUNK - 1) / CHUNK : 0;
             return chunk < q.chunks ? chunk : q.chunks;
         };
-        p.window_begin = window_from(part * size);
-        p.window_end = window_from(part * size + size);
-        p.history_begin = chunk_from(part * size);
-        p.history_end = chunk_from(part * size + size);
+        p.window_begin = window_from(from);
+        p.window_end = window_from(to);
+        p.history_begin = chunk_from(from);
+        p.history_end = chunk_from(to);
         if (threadIdx.x < 2 * ROWS) {
             s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
             s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
@@ -1093,8 +1119,9 @@ oscar_decode(const __grid_constant__ Arguments a) {
         if (p.window_end > p.window_begin) read_windows(a, p, q, s);
 
         bool last = true;
-        if (q.parts > 1) {
-            const int record = plan.first_record(a.batch)[b] + index - first_part[b];
+        const int all_parts = q.all_parts();
+        if (all_parts > 1) {
+            const int record = plan.first_record(a.batch)[b] + line * all_parts + part;
             __syncthreads();
             write_partial(record_of(a, record), s);
             __threadfence();
@@ -1102,16 +1129,14 @@ oscar_decode(const __grid_constant__ Arguments a) {
             if (threadIdx.x == 0) {
                 int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;
                 const int before = atomicAdd(arrivals, 1);
-                if (before == q.parts - 1) *arrivals = 0;
-                s.last = before == q.parts - 1;
+                if (before == all_parts - 1) *arrivals = 0;
+                s.last = before == all_parts - 1;
             }
             __syncthreads();
             last = s.last;
             if (last) {
                 __threadfence();
-                const int window_parts = (windows + size - 1) / size;
-                merge_parts(a, record - part, q.parts, window_parts < q.parts ? window_parts : q.parts,
-                            windows / size, s);
+                merge_parts(a, record - part, all_parts, s);
             }
         }
         if (last) {

@@ -12,9 +12,9 @@ from oscarkv.kernels.cuda.launch import load, variant
 from oscarkv.kernels.triton.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
-WARPS = 4
-#: Parts of the work that a block does, at most, one after the other.
-MOST_ROUNDS = 8
+WARPS = 8
+#: Share of a part that is left to whoever is done first: one in this many.
+SHORT_SHARE = 4
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
 #: Shared memory of a processor (sm_90), and what each block loses of it.
@@ -102,9 +102,9 @@ class Geometry:
     def _fixed_bytes(self) -> int:
         """Of `Shared`, all but its working space."""
         rows, stride = self.rows, 4 * (self.head_dim + 8)
-        stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (6 + self.groups)
+        stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        return 2 * rows * stride + queries + stats + 4 * (6 + 11 * 64) + 256
+        return 2 * rows * stride + queries + stats + 4 * (4 + 14 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
@@ -122,10 +122,8 @@ class Geometry:
 
     @property
     def blocks_per_sm(self) -> int:
-        """As many as registers allow: 128 a thread, 168 or 255 where there is more to hold."""
-        if self.head_dim > 128:
-            return 3 if self.row_groups == 1 else 2
-        return 4 if self.row_groups <= 2 else 2
+        """As many as registers allow: 128 a thread; up to 255 where there is more to hold."""
+        return 2 if self.head_dim <= 128 and self.row_groups <= 2 else 1
 
     def macros(self) -> dict[str, int]:
         return {
@@ -139,7 +137,7 @@ class Geometry:
             "STAGES": self.stages,
             "WARPS": WARPS,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "MOST_ROUNDS": MOST_ROUNDS,
+            "SHORT_SHARE": SHORT_SHARE,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
             "PREPARED_BYTES": 4 * self.prepared_words,
@@ -168,7 +166,7 @@ class DecodeKernel:
         )
         self.blocks = _processors(device) * geometry.blocks_per_sm
         record = 2 * geometry.rows * (geometry.head_dim + 2)
-        parts = (MOST_ROUNDS + 2) * self.blocks  # rounding makes a seventh more at most
+        parts = 4 * self.blocks  # a long and a short one, and what rounding adds
         self._partial = torch.empty(parts * record, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self._queries = torch.empty(0, dtype=torch.int32, device=device)
@@ -233,7 +231,7 @@ class DecodeKernel:
         self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:
-        size = 4 + 11 * batch + 2  # `Schedule` of decode.cu
+        size = 4 + 14 * batch  # `Schedule` of decode.cu
         if self._schedule.numel() < size:
             self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
         if self._arrivals.numel() < pairs:
