@@ -8,11 +8,10 @@
 //
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule
-// cuts each line into parts: long ones, one for each block that the GPU holds, and short ones, which
-// blocks take in turn when they are done, since processors get unequal shares of the memory's
-// bandwidth. A pair of one part is finished by its block; otherwise each part leaves its sums, and
-// the last block to arrive adds them up in the order of the line. So the result does not depend on
-// who did what: two runs give the same bits.
+// cuts each line into equal parts, about as many in all as the GPU holds blocks, and blocks take
+// them in turn. A pair of one part is finished by its block; otherwise each part leaves its sums,
+// and the last block to arrive adds them up in the order of the line. So the result does not depend
+// on who did what: two runs give the same bits.
 //
 // History tiles, in registers only (why: docs/how-it-works.md, kernels):
 // - Keys: codes are the A operand of byte products, four to a register by one AND (an IMAD brings
@@ -32,12 +31,12 @@ constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
 constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
 constexpr int WINDOW_COST = (112 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, but slower
 constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
-constexpr int SMALLEST_SHORT = 96;  // a shorter short part is not worth its start
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
 constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
+constexpr int TOGETHER = TILES_TOGETHER < CHUNK ? TILES_TOGETHER : CHUNK;  // tiles read at once
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
 constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
 constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
@@ -77,13 +76,11 @@ struct Sequence {
     int length, tokens, start;     // after the step; new ones; row of the first in q
     int first_chunk, chunks;       // of the history
     int sink_tiles, first_recent, window_tiles;
-    int parts;                     // long ones of each pair's line, and as many short ones
-    int long_size, short_size;     // in units; short_size 0: there are none
+    int parts;                     // of each pair's line
 
     // Of one (head, block of rows).
     DEVICE int units() const { return window_tiles * WINDOW_COST + chunks * CHUNK; }
     DEVICE int row_blocks(int group) const { return (tokens * group + ROWS - 1) / ROWS; }
-    DEVICE int all_parts() const { return short_size ? 2 * parts : parts; }
 };
 constexpr int FACTS = sizeof(Sequence) / 4;
 
@@ -113,14 +110,13 @@ DEVICE Sequence describe(const Arguments& a, int b) {
     return s;
 }
 
-// How the step's work is shared out; `sequences` and three lists of batch numbers follow.
+// How the step's work is shared out; `sequences` and two lists of batch numbers follow.
 struct Schedule {
-    int long_parts, parts;            // of all pairs; all of them
-    int unused[2];
+    int parts;                        // of all pairs
+    int unused[3];
     DEVICE Sequence* sequences() { return (Sequence*)(this + 1); }
-    DEVICE int* first_long(int batch) { return (int*)(sequences() + batch); }  // of each sequence
-    DEVICE int* first_short(int batch) { return first_long(batch) + batch; }
-    DEVICE int* first_record(int batch) { return first_short(batch) + batch; }
+    DEVICE int* first_part(int batch) { return (int*)(sequences() + batch); }  // of each sequence
+    DEVICE int* first_record(int batch) { return first_part(batch) + batch; }
 };
 constexpr int HEADER = 4;  // words of the above
 
@@ -159,42 +155,28 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments 
     }
     int share = (total + blocks - 1) / blocks;
     if (share < SMALLEST_PART) share = SMALLEST_PART;
-    int parts = 0, short_parts = 0, records = 0;
+    int parts = 0, records = 0;
     for (int base = 0; base < a.batch; base += PLANNERS) {
         const int b = base + threadIdx.x;
-        int here = 0, shorts = 0, kept = 0;
+        int here = 0;
         if (b < a.batch) {
             Sequence& s = plan.sequences()[b];
-            const int units = s.units(), pairs = s.row_blocks(a.group) * a.kv_heads;
+            const int units = s.units();
             if (units) {
                 s.parts = (units + share / 32) / share;  // rather a little larger than one more
                 if (s.parts < 1) s.parts = 1;
-                s.long_size = (units + s.parts - 1) / s.parts;
-                const int rest = s.long_size / SHORT_SHARE;
-                // Short parts pay where there are about as many long ones as blocks.
-                if (rest >= SMALLEST_SHORT && s.long_size * 4 >= share * 3) {
-                    s.short_size = rest;
-                    s.long_size -= rest;
-                }
-                here = s.parts * pairs;
-                shorts = s.short_size ? here : 0;
-                kept = s.all_parts() > 1 ? here + shorts : 0;
+                here = s.parts * s.row_blocks(a.group) * a.kv_heads;
             }
         }
         int sum = block_sum(here, sums, before);
-        if (b < a.batch) plan.first_long(a.batch)[b] = parts + before;
+        if (b < a.batch) plan.first_part(a.batch)[b] = parts + before;
         parts += sum;
-        sum = block_sum(shorts, sums, before);
-        if (b < a.batch) plan.first_short(a.batch)[b] = short_parts + before;
-        short_parts += sum;
-        sum = block_sum(kept, sums, before);
+        const bool kept = b < a.batch && plan.sequences()[b].parts > 1;
+        sum = block_sum(kept ? here : 0, sums, before);
         if (b < a.batch) plan.first_record(a.batch)[b] = records + before;
         records += sum;
     }
-    if (threadIdx.x == 0) {
-        plan.long_parts = parts;
-        plan.parts = parts + short_parts;
-    }
+    if (threadIdx.x == 0) plan.parts = parts;
 }
 
 // -- shared memory -------------------------------------------------------------------------------
@@ -213,7 +195,7 @@ struct Shared {
     float m[2][ROWS], l[2][ROWS];         // history, windows
     float lo[ROWS][GROUPS], rescale[2 * ROWS];
     int begins[2 * ROWS], ends[2 * ROWS];
-    u32 schedule[HEADER + (FACTS + 3) * SCHEDULED];  // of a small batch
+    u32 schedule[HEADER + (FACTS + 2) * SCHEDULED];  // of a small batch
     int last, next;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
@@ -695,8 +677,9 @@ struct History {
         shift[2] = 4 * a.one;
     }
 
-    // One tile of a stage: 16 tokens from position `start` on.
-    template <bool MASKED>
+    // N tiles of a stage, from position `start` on: together, so that one's arithmetic hides the
+    // other's latencies.
+    template <bool MASKED, int N>
     DEVICE void read(const u8* stage, int tile, int start, float soft_cap) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const u8* key_codes = stage + tile * CODE_BYTES;
@@ -704,26 +687,110 @@ struct History {
         const u8* key_stored = stage + 2 * CHUNK * CODE_BYTES + tile * STORED_BYTES;
         const u8* value_stored = key_stored + CHUNK * STORED_BYTES;
 
-        // q' . c, for tokens g and g + 8
-        u32 words[2][LANE_WORDS];
-        UNROLL for (int i = 0; i < 2; i++) {
-            const u32* row = (const u32*)(key_codes + (g + 8 * i) * WORDS * 4);
-            if constexpr (EXACT_WORDS && LANE_WORDS == 2) {
-                const u64 pair = *(const u64*)(row + 2 * t);
-                words[i][0] = (u32)pair;
-                words[i][1] = (u32)(pair >> 32);
-            } else if constexpr (EXACT_WORDS && LANE_WORDS == 4) {
-                const Quad quad = *(const Quad*)(row + 4 * t);
-                words[i][0] = quad.x; words[i][1] = quad.y;
-                words[i][2] = quad.z; words[i][3] = quad.w;
-            } else {
-                UNROLL for (int w = 0; w < LANE_WORDS; w++) {
-                    const int word = t * LANE_WORDS + w;
-                    words[i][w] = EXACT_WORDS || word < WORDS ? row[word] : 0;
+        float logits[N][ROW_GROUPS][2];  // tokens g and g + 8 of each tile
+        UNROLL for (int n = 0; n < N; n++) {
+            u32 words[2][LANE_WORDS];
+            UNROLL for (int i = 0; i < 2; i++)
+                load_words(words[i], (const u32*)(key_codes + n * CODE_BYTES) + (g + 8 * i) * WORDS, t);
+            int sums[ROW_GROUPS][GROUPS][4];
+            multiply(sums, words);
+            Grid key[2][GROUPS];
+            UNROLL for (int i = 0; i < 2; i++)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    key[i][group] = read_parameters(key_stored, n * TILE + g + 8 * i, group, key_exponent);
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    float x = mean[rows];
+                    UNROLL for (int group = 0; group < GROUPS; group++) {
+                        const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
+                        const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
+                        const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
+                        const float products = (h * 256.0f + b) * product[rows];
+                        const float offsets = key[i][group].lo * offset[rows][group];
+                        if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
+                        else x += key[i][group].s * (products + offsets);
+                    }
+                    if (SOFT_CAP) x = capped(x, soft_cap);
+                    if (MASKED) {
+                        const int j = start + n * TILE + g + 8 * i;
+                        if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
+                    }
+                    logits[n][rows][i] = x;
                 }
             }
         }
-        int sums[ROW_GROUPS][GROUPS][4];
+        Grid value[N][2][GROUPS];
+        UNROLL for (int n = 0; n < N; n++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    value[n][i][group] =
+                        read_parameters(value_stored, n * TILE + g + 8 * i, group, value_exponent);
+                if (MASKED) {  // a token that no row sees may never have been written
+                    float top = logits[n][0][i];
+                    UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++)
+                        top = fmaxf(top, logits[n][rows][i]);
+                    UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
+                        top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
+                    if (top == -INFINITE)
+                        UNROLL for (int group = 0; group < GROUPS; group++)
+                            value[n][i][group] = {1.0f, 0.0f};
+                }
+            }
+        }
+        float p[N][ROW_GROUPS][2], top = 0;
+        UNROLL for (int n = 0; n < N; n++) {
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    p[n][rows][i] = exp2_approx(logits[n][rows][i] - m[rows]);
+                    UNROLL for (int group = 0; group < GROUPS; group++)
+                        top = fmaxf(top, p[n][rows][i] * value[n][i][group].s);
+                }
+            }
+        }
+        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference<N>(logits, p, value);
+        UNROLL for (int n = 0; n < N; n++) {
+            u32 b[GROUPS][COLUMN_TILES][2];
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                float weight[ROW_GROUPS][2];
+                UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                    UNROLL for (int i = 0; i < 2; i++) {
+                        const Grid grid = value[n][i][group];
+                        weight[rows][i] = p[n][rows][i] * grid.s;
+                        lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[n][rows][i]) * grid.lo;
+                    }
+                }
+                UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
+                    UNROLL for (int i = 0; i < 2; i++) {
+                        const float odd =
+                            2 * c + 1 < ROW_GROUPS ? weight[(2 * c + 1) % ROW_GROUPS][i] : 0.0f;
+                        b[group][c][i] = transpose_8x8(pack_half(weight[2 * c][i], odd));
+                    }
+                }
+            }
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[n][rows][0] + p[n][rows][1];
+            add_values(b, (const u32*)(value_codes + n * CODE_BYTES));
+        }
+    }
+
+    // A lane's words of a token's key.
+    static DEVICE void load_words(u32 (&words)[LANE_WORDS], const u32* row, int t) {
+        if constexpr (EXACT_WORDS && LANE_WORDS == 2) {
+            const u64 pair = *(const u64*)(row + 2 * t);
+            words[0] = (u32)pair;
+            words[1] = (u32)(pair >> 32);
+        } else if constexpr (EXACT_WORDS && LANE_WORDS == 4) {
+            const Quad quad = *(const Quad*)(row + 4 * t);
+            words[0] = quad.x; words[1] = quad.y; words[2] = quad.z; words[3] = quad.w;
+        } else {
+            UNROLL for (int w = 0; w < LANE_WORDS; w++) {
+                const int word = t * LANE_WORDS + w;
+                words[w] = EXACT_WORDS || word < WORDS ? row[word] : 0;
+            }
+        }
+    }
+
+    // q' . c of a tile, high and low bytes of q' apart: 64 times it, over the group's channels.
+    DEVICE void multiply(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
             UNROLL for (int group = 0; group < GROUPS; group++)
                 UNROLL for (int i = 0; i < 4; i++)
@@ -749,81 +816,20 @@ struct History {
                 }
             }
         }
-        Grid key[2][GROUPS], value[2][GROUPS];
-        UNROLL for (int i = 0; i < 2; i++) {
-            UNROLL for (int group = 0; group < GROUPS; group++) {
-                key[i][group] = read_parameters(key_stored, g + 8 * i, group, key_exponent);
-                value[i][group] = read_parameters(value_stored, g + 8 * i, group, value_exponent);
-            }
-        }
-        float logits[ROW_GROUPS][2];
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-            UNROLL for (int i = 0; i < 2; i++) {
-                float x = mean[rows];
-                UNROLL for (int group = 0; group < GROUPS; group++) {
-                    const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
-                    const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
-                    const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
-                    const float products = (h * 256.0f + b) * product[rows];
-                    const float offsets = key[i][group].lo * offset[rows][group];
-                    if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
-                    else x += key[i][group].s * (products + offsets);
-                }
-                if (SOFT_CAP) x = capped(x, soft_cap);
-                if (MASKED) {
-                    const int j = start + g + 8 * i;
-                    if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
-                }
-                logits[rows][i] = x;
-            }
-        }
-        if (MASKED) {  // tokens that no row sees may never have been written
-            UNROLL for (int i = 0; i < 2; i++) {
-                float top = logits[0][i];
-                UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++) top = fmaxf(top, logits[rows][i]);
-                UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
-                    top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
-                if (top == -INFINITE)
-                    UNROLL for (int group = 0; group < GROUPS; group++) value[i][group] = {1.0f, 0.0f};
-            }
-        }
-        float p[ROW_GROUPS][2], top = 0;
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-            UNROLL for (int i = 0; i < 2; i++) {
-                p[rows][i] = exp2_approx(logits[rows][i] - m[rows]);
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    top = fmaxf(top, p[rows][i] * value[i][group].s);
-            }
-        }
-        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference(logits, p, value);
-        u32 b[GROUPS][COLUMN_TILES][2];
-        UNROLL for (int group = 0; group < GROUPS; group++) {
-            float weight[ROW_GROUPS][2];
-            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-                UNROLL for (int i = 0; i < 2; i++) {
-                    weight[rows][i] = p[rows][i] * value[i][group].s;
-                    lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[rows][i]) * value[i][group].lo;
-                }
-            }
-            UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
-                UNROLL for (int i = 0; i < 2; i++) {
-                    const float odd = 2 * n + 1 < ROW_GROUPS ? weight[(2 * n + 1) % ROW_GROUPS][i] : 0.0f;
-                    b[group][n][i] = transpose_8x8(pack_half(weight[2 * n][i], odd));
-                }
-            }
-        }
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[rows][0] + p[rows][1];
-        // sum (p s) c, for tokens 2t, 2t + 1, 2t + 8, 2t + 9
+    }
+
+    // out += sum (p s) c of a tile; a lane reads tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+    DEVICE void add_values(const u32 (&b)[GROUPS][COLUMN_TILES][2], const u32* codes) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         UNROLL for (int block = 0; block < (PADDED + 7) / 8; block++) {
             const int word = PADDED == 4 ? (g & 3) : 8 * block + g;
             u32 v[4];
             UNROLL for (int i = 0; i < 4; i++) {
                 const int token = 2 * t + (i & 1) + 8 * (i >> 1);
-                const u32* row = (const u32*)(value_codes + token * WORDS * 4);
-                v[i] = EXACT_WORDS || word < WORDS ? row[word] : 0;
+                v[i] = EXACT_WORDS || word < WORDS ? codes[token * WORDS + word] : 0;
             }
             const u32 byte = PADDED == 4 ? g >> 2 : 0;  // four words: lanes g and g + 4 share one
-            const u32 low = 0x5410 + 0x1111 * byte, high = 0x7632 + (PADDED == 4 ? 0x1111 * byte : 0);
+            const u32 low = 0x5410 + 0x1111 * byte, high = 0x7632 + 0x1111 * byte;
             u32 x[4] = {permute_bytes(v[0], v[1], low), permute_bytes(v[0], v[1], high),
                         permute_bytes(v[2], v[3], low), permute_bytes(v[2], v[3], high)};
             constexpr int SLOTS = PADDED == 4 ? 4 : 8;
@@ -831,17 +837,17 @@ struct History {
                 if (p0 == 4) UNROLL for (int i = 0; i < 4; i++) x[i] >>= 8;
                 const u32 mask = 0x00030003u << (2 * (p0 & 3));
                 const u32 a0 = x[0] & mask, a1 = x[1] & mask, a2 = x[2] & mask, a3 = x[3] & mask;
-                UNROLL for (int n = 0; n < COLUMN_TILES; n++) {
-                    float (&d)[4] = out[n][8 * block + p0];
+                UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
+                    float (&d)[4] = out[c][8 * block + p0];
                     if constexpr (PADDED == 4 && GROUPS == 2) {  // the group is the lane's byte
                         UNROLL for (int group = 0; group < 2; group++) {
                             const u32 mine = byte == group ? ALL : 0;
                             mma_half(d, a0 & mine, a1 & mine, a2 & mine, a3 & mine,
-                                     b[group][n][0], b[group][n][1]);
+                                     b[group][c][0], b[group][c][1]);
                         }
                     } else {
                         const int group = group_of_slot(p0);
-                        mma_half(d, a0, a1, a2, a3, b[group][n][0], b[group][n][1]);
+                        mma_half(d, a0, a1, a2, a3, b[group][c][0], b[group][c][1]);
                     }
                 }
             }
@@ -849,13 +855,15 @@ struct History {
     }
 
     // Raise each row's reference so that its largest weight p s becomes 1. Rare.
-    DEVICE void move_reference(const float (&logits)[ROW_GROUPS][2], float (&p)[ROW_GROUPS][2],
-                               const Grid (&value)[2][GROUPS]) {
+    template <int N>
+    DEVICE void move_reference(const float (&logits)[N][ROW_GROUPS][2], float (&p)[N][ROW_GROUPS][2],
+                               const Grid (&value)[N][2][GROUPS]) {
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             float top = NOTHING;
-            UNROLL for (int i = 0; i < 2; i++)
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    top = fmaxf(top, logits[rows][i] + log2_approx(value[i][group].s));
+            UNROLL for (int n = 0; n < N; n++)
+                UNROLL for (int i = 0; i < 2; i++)
+                    UNROLL for (int group = 0; group < GROUPS; group++)
+                        top = fmaxf(top, logits[n][rows][i] + log2_approx(value[n][i][group].s));
             top = fmaxf(m[rows], tokens_max(top));
             const float factor = exp2_approx(m[rows] - top);
             m[rows] = top;
@@ -865,7 +873,9 @@ struct History {
                 out[rows / 2][tile][rows % 2] *= factor;
                 out[rows / 2][tile][2 + rows % 2] *= factor;
             }
-            UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(logits[rows][i] - top);
+            UNROLL for (int n = 0; n < N; n++)
+                UNROLL for (int i = 0; i < 2; i++)
+                    p[n][rows][i] = exp2_approx(logits[n][rows][i] - top);
         }
     }
 
@@ -915,13 +925,16 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         int start = Ring::position_of(chunk);
         const u8* packed = stages + stage * STAGE_BYTES;
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
-            UNROLL for (int tile = 0; tile < CHUNK; tile++)
-                if (TILES_PER_PAGE % CHUNK == 0 || tile < tiles)
-                    state.template read<false>(packed, tile, start + tile * TILE, a.soft_cap);
+            int tile = 0;
+            ROLLED for (; tile + TOGETHER <= tiles; tile += TOGETHER)
+                state.template read<false, TOGETHER>(packed, tile, start + tile * TILE, a.soft_cap);
+            if (CHUNK % TOGETHER || TILES_PER_PAGE % CHUNK % TOGETHER)
+                ROLLED for (; tile < tiles; tile++)
+                    state.template read<false, 1>(packed, tile, start + tile * TILE, a.soft_cap);
         } else {
             for (int tile = 0; tile < tiles; tile++, start += TILE)
                 if (start + TILE > oldest && start <= last - a.recent)
-                    state.template read<true>(packed, tile, start, a.soft_cap);
+                    state.template read<true, 1>(packed, tile, start, a.soft_cap);
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
@@ -1062,31 +1075,25 @@ oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
     if (a.batch <= SCHEDULED) {
-        for (int i = threadIdx.x; i < HEADER + (FACTS + 3) * a.batch; i += THREADS)
+        for (int i = threadIdx.x; i < HEADER + (FACTS + 2) * a.batch; i += THREADS)
             s.schedule[i] = ((const u32*)a.schedule)[i];
         __syncthreads();
     }
     Schedule& plan = *(Schedule*)(a.batch <= SCHEDULED ? (int*)s.schedule : a.schedule);
+    const int* first_part = plan.first_part(a.batch);
     const int parts = plan.parts;
     int index = blockIdx.x;
     ROLLED while (index < parts) {
         if (threadIdx.x == 0) s.next = gridDim.x + atomicAdd(a.tickets, 1);
-        const bool is_short = index >= plan.long_parts;
-        const int* first = is_short ? plan.first_short(a.batch) : plan.first_long(a.batch);
-        const int place = is_short ? index - plan.long_parts : index;
         int b = 0, high = a.batch - 1;  // the last sequence that begins at or before this part
         while (b < high) {
             const int middle = (b + high + 1) / 2;
-            if (first[middle] <= place) b = middle; else high = middle - 1;
+            if (first_part[middle] <= index) b = middle; else high = middle - 1;
         }
         const Sequence q = plan.sequences()[b];
-        int part = (place - first[b]) % q.parts;
-        const int line = (place - first[b]) / q.parts, row_blocks = q.row_blocks(a.group);
-        const int longs = q.parts * q.long_size;  // units of the long parts, which come first
-        const int from = is_short ? longs + part * q.short_size : part * q.long_size;
-        int to = from + (is_short ? q.short_size : q.long_size);
-        if (is_short && part == q.parts - 1) to = q.units();  // what rounding left
-        if (is_short) part += q.parts;
+        const int part = (index - first_part[b]) % q.parts, line = (index - first_part[b]) / q.parts;
+        const int row_blocks = q.row_blocks(a.group);
+        const int size = (q.units() + q.parts - 1) / q.parts;
 
         Piece p;
         p.sequence = b;
@@ -1105,10 +1112,10 @@ oscar_decode(const __grid_constant__ Arguments a) {
             const int chunk = x > windows ? (x - windows + CHUNK - 1) / CHUNK : 0;
             return chunk < q.chunks ? chunk : q.chunks;
         };
-        p.window_begin = window_from(from);
-        p.window_end = window_from(to);
-        p.history_begin = chunk_from(from);
-        p.history_end = chunk_from(to);
+        p.window_begin = window_from(part * size);
+        p.window_end = window_from(part * size + size);
+        p.history_begin = chunk_from(part * size);
+        p.history_end = chunk_from(part * size + size);
         if (threadIdx.x < 2 * ROWS) {
             s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
             s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
@@ -1119,9 +1126,8 @@ oscar_decode(const __grid_constant__ Arguments a) {
         if (p.window_end > p.window_begin) read_windows(a, p, q, s);
 
         bool last = true;
-        const int all_parts = q.all_parts();
-        if (all_parts > 1) {
-            const int record = plan.first_record(a.batch)[b] + line * all_parts + part;
+        if (q.parts > 1) {
+            const int record = plan.first_record(a.batch)[b] + index - first_part[b];
             __syncthreads();
             write_partial(record_of(a, record), s);
             __threadfence();
@@ -1129,14 +1135,14 @@ oscar_decode(const __grid_constant__ Arguments a) {
             if (threadIdx.x == 0) {
                 int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;
                 const int before = atomicAdd(arrivals, 1);
-                if (before == all_parts - 1) *arrivals = 0;
-                s.last = before == all_parts - 1;
+                if (before == q.parts - 1) *arrivals = 0;
+                s.last = before == q.parts - 1;
             }
             __syncthreads();
             last = s.last;
             if (last) {
                 __threadfence();
-                merge_parts(a, record - part, all_parts, s);
+                merge_parts(a, record - part, q.parts, s);
             }
         }
         if (last) {

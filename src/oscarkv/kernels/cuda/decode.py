@@ -13,8 +13,6 @@ from oscarkv.kernels.triton.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
 WARPS = 8
-#: Share of a part that is left to whoever is done first: one in this many.
-SHORT_SHARE = 4
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
 #: Shared memory of a processor (sm_90), and what each block loses of it.
@@ -94,6 +92,11 @@ class Geometry:
         return tiles
 
     @property
+    def tiles_together(self) -> int:
+        """More hide more latency, and take more registers."""
+        return 4 if self.row_groups * self.groups == 1 else 2 if self.row_groups * self.groups <= 4 else 1
+
+    @property
     def stages(self) -> int:
         budget = SHARED_MEMORY // self.blocks_per_sm - RESERVED - self._fixed_bytes
         return max(2, min(4, budget // (WARPS * self.chunk * self.tile_bytes)))
@@ -104,7 +107,7 @@ class Geometry:
         rows, stride = self.rows, 4 * (self.head_dim + 8)
         stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        return 2 * rows * stride + queries + stats + 4 * (4 + 14 * 64) + 256
+        return 2 * rows * stride + queries + stats + 4 * (4 + 11 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
@@ -137,7 +140,7 @@ class Geometry:
             "STAGES": self.stages,
             "WARPS": WARPS,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "SHORT_SHARE": SHORT_SHARE,
+            "TILES_TOGETHER": self.tiles_together,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
             "PREPARED_BYTES": 4 * self.prepared_words,
@@ -166,7 +169,7 @@ class DecodeKernel:
         )
         self.blocks = _processors(device) * geometry.blocks_per_sm
         record = 2 * geometry.rows * (geometry.head_dim + 2)
-        parts = 4 * self.blocks  # a long and a short one, and what rounding adds
+        parts = 2 * self.blocks  # one for each, and what rounding adds
         self._partial = torch.empty(parts * record, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self._queries = torch.empty(0, dtype=torch.int32, device=device)
@@ -231,7 +234,7 @@ class DecodeKernel:
         self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:
-        size = 4 + 14 * batch  # `Schedule` of decode.cu
+        size = 4 + 11 * batch  # `Schedule` of decode.cu
         if self._schedule.numel() < size:
             self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
         if self._arrivals.numel() < pairs:
