@@ -120,9 +120,27 @@ DEVICE Float4 load_fresh_quad(const float* p) {
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-DEVICE void copy_async(u32 shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(shared), "l"(global));
+// The cache itself is read once and is far larger than L2: what it brings in should go first, so
+// that tables, transforms, partial results and code stay.
+DEVICE u64 read_once_policy() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
+
+DEVICE Quad load_quad_once(const void* p, u64 policy) {
+    Quad v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+    return v;
+}
+
+DEVICE void copy_async_once(u32 shared, const void* global, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared), "l"(global), "l"(policy));
+}
+
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int N> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N)); }
 

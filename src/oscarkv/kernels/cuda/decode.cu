@@ -187,8 +187,16 @@ constexpr int SUMS_BYTES = THREADS * 64;  // partial sums of a row times a matri
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
 
+// The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8).
+struct Grid { float s, lo; };
+// A warp turns the parameters of a chunk into floats once, for all its lanes: with 8-bit parameters
+// that is a sixth of the work. (Not with several groups: they would take too much memory.)
+constexpr bool STAGED_GRIDS = GROUPS == 1;
+constexpr int CHUNK_TOKENS = CHUNK * TILE;
+
 struct Shared {
     alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, warps' results, partial sums
+    Grid grids[WARPS][2][STAGED_GRIDS ? CHUNK_TOKENS : 1];  // of keys, of values
     Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];  // B fragments
     float history[ROWS][STRIDE], window[ROWS][STRIDE];  // sums of values
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
@@ -432,8 +440,6 @@ DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4
 // -- windows ---------------------------------------------------------------------------------------
 
 DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
-    load_window_queries(a, p, s);
-    __syncthreads();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float out[COLUMN_TILES][WINDOW_TILES][4] = {};
     float m[ROW_GROUPS], l[ROW_GROUPS];
@@ -452,6 +458,7 @@ DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, 
         return tile < p.window_end
             ? a.window_table[(i64)p.sequence * a.window_columns + column_of(tile)] : 0;
     };
+    const u64 policy = read_once_policy();
     constexpr bool EARLY_VALUES = HEAD_DIM <= 128;  // else there are too few registers
     int next_page = page_of(p.window_begin + warp);
     for (int tile = p.window_begin + warp; tile < p.window_end; tile += WARPS) {
@@ -463,14 +470,15 @@ DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, 
         const Quad zero = {0, 0, 0, 0};
         auto load_key = [&](int token, int chunk) {
             const int c = 32 * chunk + 8 * t;
-            return HEAD_DIM % 32 == 0 || c < HEAD_DIM ? load_quad(keys + token * HEAD_DIM + c) : zero;
+            return HEAD_DIM % 32 == 0 || c < HEAD_DIM
+                ? load_quad_once(keys + token * HEAD_DIM + c, policy) : zero;
         };
         auto load_value = [&](int i, int block) {  // token 2t, 2t+1, 2t+8 or 2t+9: eight channels
             const int token = 2 * t + (i & 1) + 8 * (i >> 1);
             const int j = start + token, c = 64 * block + 8 * g;
             const bool written = j <= last && (j < a.sink || j > p.first - a.recent);
             const bool there = written && (HEAD_DIM % 64 == 0 || c < HEAD_DIM);
-            return there ? load_quad(values + token * HEAD_DIM + c) : zero;
+            return there ? load_quad_once(values + token * HEAD_DIM + c, policy) : zero;
         };
         Quad k[WINDOW_CHUNKS][2], v[WINDOW_TILES / 4][4];
         UNROLL for (int chunk = 0; chunk < WINDOW_CHUNKS; chunk++)
@@ -564,6 +572,7 @@ struct Ring {
     const int* table;  // the sequence's pages
     int first, count;  // the warp's first chunk, and how many it has; they are WARPS apart
     u32 shared;        // of its first stage
+    u64 policy;
     int pages, next_pages;  // lane i: page of chunk (32 n + i), of (32 (n + 1) + i)
 
     DEVICE int page_of(int index) const {
@@ -598,8 +607,8 @@ struct Ring {
             const u32 to = shared + stage * STAGE_BYTES + 16 * lane;
             UNROLL for (int i = 0; i < CHUNK * CODE_BYTES; i += 512) {
                 if (i + 16 * lane < tiles * CODE_BYTES) {
-                    copy_async(to + i, from + i);
-                    copy_async(to + CHUNK * CODE_BYTES + i, from + VALUE_CODES + i);
+                    copy_async_once(to + i, from + i, policy);
+                    copy_async_once(to + CHUNK * CODE_BYTES + i, from + VALUE_CODES + i, policy);
                 }
             }
             from = base + page * a.history_page + KEY_PARAMETERS + sub * STORED_BYTES;
@@ -607,8 +616,8 @@ struct Ring {
                 const int at = i + 16 * lane, side = at >= CHUNK * STORED_BYTES;
                 const int within = at - side * CHUNK * STORED_BYTES;
                 if (within < tiles * STORED_BYTES && at < 2 * CHUNK * STORED_BYTES)
-                    copy_async(to - 16 * lane + 2 * CHUNK * CODE_BYTES + at,
-                               from + side * (PAGE * PARAMETER_BYTES) + within);
+                    copy_async_once(to - 16 * lane + 2 * CHUNK * CODE_BYTES + at,
+                                    from + side * (PAGE * PARAMETER_BYTES) + within, policy);
             }
         }
         commit_copies();
@@ -619,8 +628,6 @@ struct Ring {
     }
 };
 
-// The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8).
-struct Grid { float s, lo; };
 DEVICE Grid read_parameters(const u8* stored, int token, int group, float exponent) {
 #if PARAMETERS == 0
     const u32 x = *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
@@ -640,6 +647,8 @@ DEVICE Grid read_parameters(const u8* stored, int token, int group, float expone
 
 // The group of slot p: groups are runs of slots, whatever the half and the word.
 DEVICE constexpr int group_of_slot(int p) { return p * GROUPS / 8; }
+
+using Grids = Grid[2][STAGED_GRIDS ? CHUNK_TOKENS : 1];
 
 struct History {
     float out[COLUMN_TILES][ROW_TILES][4] = {};
@@ -680,7 +689,7 @@ struct History {
     // N tiles of a stage, from position `start` on: together, so that one's arithmetic hides the
     // other's latencies.
     template <bool MASKED, int N>
-    DEVICE void read(const u8* stage, int tile, int start, float soft_cap) {
+    DEVICE void read(const u8* stage, const Grids& grids, int tile, int start, float soft_cap) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const u8* key_codes = stage + tile * CODE_BYTES;
         const u8* value_codes = key_codes + CHUNK * CODE_BYTES;
@@ -697,7 +706,8 @@ struct History {
             Grid key[2][GROUPS];
             UNROLL for (int i = 0; i < 2; i++)
                 UNROLL for (int group = 0; group < GROUPS; group++)
-                    key[i][group] = read_parameters(key_stored, n * TILE + g + 8 * i, group, key_exponent);
+                    key[i][group] = STAGED_GRIDS ? grids[0][(tile + n) * TILE + g + 8 * i]
+                        : read_parameters(key_stored, n * TILE + g + 8 * i, group, key_exponent);
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
                 UNROLL for (int i = 0; i < 2; i++) {
                     float x = mean[rows];
@@ -723,8 +733,8 @@ struct History {
         UNROLL for (int n = 0; n < N; n++) {
             UNROLL for (int i = 0; i < 2; i++) {
                 UNROLL for (int group = 0; group < GROUPS; group++)
-                    value[n][i][group] =
-                        read_parameters(value_stored, n * TILE + g + 8 * i, group, value_exponent);
+                    value[n][i][group] = STAGED_GRIDS ? grids[1][(tile + n) * TILE + g + 8 * i]
+                        : read_parameters(value_stored, n * TILE + g + 8 * i, group, value_exponent);
                 if (MASKED) {  // a token that no row sees may never have been written
                     float top = logits[n][0][i];
                     UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++)
@@ -770,6 +780,17 @@ struct History {
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[n][rows][0] + p[n][rows][1];
             add_values(b, (const u32*)(value_codes + n * CODE_BYTES));
         }
+    }
+
+    DEVICE void stage_grids(Grids& grids, const u8* stage) {
+        const int lane = threadIdx.x % 32;
+        const u8* stored = stage + 2 * CHUNK * CODE_BYTES;
+        UNROLL for (int i = lane; i < 2 * CHUNK_TOKENS; i += 32) {
+            const int side = i / CHUNK_TOKENS, token = i % CHUNK_TOKENS;
+            grids[side][token] = read_parameters(stored + side * CHUNK * STORED_BYTES, token, 0,
+                                                 side ? value_exponent : key_exponent);
+        }
+        __syncwarp();
     }
 
     // A lane's words of a token's key.
@@ -904,9 +925,11 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
     Ring ring{a, a.history + p.head * a.history_head,
               a.history_table + (i64)p.sequence * a.history_columns,
               q.first_chunk + p.history_begin + warp,
-              chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages)};
+              chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages),
+              read_once_policy()};
     ring.open();
     ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);
+    if (p.window_end > p.window_begin) load_window_queries(a, p, s);  // they will be wanted later
     wait_for_queries();
     History state;
     state.open(a, p);
@@ -924,17 +947,19 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         const int chunk = ring.first + i * WARPS, tiles = Ring::tiles_of(chunk);
         int start = Ring::position_of(chunk);
         const u8* packed = stages + stage * STAGE_BYTES;
+        Grids& grids = s.grids[warp];
+        if (STAGED_GRIDS) state.stage_grids(grids, packed);
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
             int tile = 0;
             ROLLED for (; tile + TOGETHER <= tiles; tile += TOGETHER)
-                state.template read<false, TOGETHER>(packed, tile, start + tile * TILE, a.soft_cap);
+                state.template read<false, TOGETHER>(packed, grids, tile, start + tile * TILE, a.soft_cap);
             if (CHUNK % TOGETHER || TILES_PER_PAGE % CHUNK % TOGETHER)
                 ROLLED for (; tile < tiles; tile++)
-                    state.template read<false, 1>(packed, tile, start + tile * TILE, a.soft_cap);
+                    state.template read<false, 1>(packed, grids, tile, start + tile * TILE, a.soft_cap);
         } else {
             for (int tile = 0; tile < tiles; tile++, start += TILE)
                 if (start + TILE > oldest && start <= last - a.recent)
-                    state.template read<true, 1>(packed, tile, start, a.soft_cap);
+                    state.template read<true, 1>(packed, grids, tile, start, a.soft_cap);
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
@@ -1122,7 +1147,17 @@ oscar_decode(const __grid_constant__ Arguments a) {
         }
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
             s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
-        if (p.history_end > p.history_begin) read_history(a, p, q, s);
+        const float* inverse =
+            a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
+        if (part == 0 && inverse)  // some block will want it soon
+            ROLLED for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
+                prefetch(inverse + 32 * i);
+        if (p.history_end > p.history_begin) {
+            read_history(a, p, q, s);
+        } else {
+            load_window_queries(a, p, s);
+            __syncthreads();
+        }
         if (p.window_end > p.window_begin) read_windows(a, p, q, s);
 
         bool last = true;
@@ -1147,8 +1182,7 @@ oscar_decode(const __grid_constant__ Arguments a) {
         }
         if (last) {
             __syncthreads();
-            write_rows(a, p, q.chunks > 0,
-                       a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr, s);
+            write_rows(a, p, q.chunks > 0, inverse, s);
         }
         __syncthreads();
         index = s.next;

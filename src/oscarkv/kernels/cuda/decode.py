@@ -107,7 +107,8 @@ class Geometry:
         rows, stride = self.rows, 4 * (self.head_dim + 8)
         stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        return 2 * rows * stride + queries + stats + 4 * (4 + 11 * 64) + 256
+        grids = 8 * WARPS * 2 * self.chunk * 16 if self.groups == 1 else 16 * WARPS
+        return 2 * rows * stride + queries + stats + grids + 4 * (4 + 11 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
