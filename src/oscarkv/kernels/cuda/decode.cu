@@ -29,14 +29,13 @@ constexpr int CODE_BYTES = TILE * 4 * WORDS;  // of a tile, one side
 constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
 constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
 constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
-constexpr int WINDOW_COST = (112 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, but slower
+constexpr int WINDOW_COST = (80 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, but slower
 constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
 constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
-constexpr int TOGETHER = TILES_TOGETHER < CHUNK ? TILES_TOGETHER : CHUNK;  // tiles read at once
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
 constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
 constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
@@ -317,11 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid
                 ? load_activation(a.q[query_at(a, start, head, row_block * ROWS + r) + c]) : 0.0f;
         }
         __syncthreads();
-        times_matrix(q, matrix, scratch, [&](int r, int c, float sum) { transformed[r][c] = sum; });
 #if __CUDA_ARCH__ >= 900
-        // oscar_decode may begin to fetch; earlier, its many bytes would be in this block's way.
+        // oscar_decode may start. Not earlier: its many bytes would be in this block's way.
         asm volatile("griddepcontrol.launch_dependents;");
 #endif
+        times_matrix(q, matrix, scratch, [&](int r, int c, float sum) { transformed[r][c] = sum; });
         ROLLED for (int r = warp; r < ROWS; r += WARPS) {
             float top = 0, mean = 0, sums[GROUPS] = {};
             for (int c = lane; c < HEAD_DIM; c += 32) {
@@ -686,100 +685,87 @@ struct History {
         shift[2] = 4 * a.one;
     }
 
-    // N tiles of a stage, from position `start` on: together, so that one's arithmetic hides the
-    // other's latencies.
-    template <bool MASKED, int N>
+    // One tile of a stage: 16 tokens from position `start` on.
+    template <bool MASKED>
     DEVICE void read(const u8* stage, const Grids& grids, int tile, int start, float soft_cap) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const u8* key_codes = stage + tile * CODE_BYTES;
-        const u8* value_codes = key_codes + CHUNK * CODE_BYTES;
+        const u32* key_codes = (const u32*)(stage + tile * CODE_BYTES);
+        const u32* value_codes = (const u32*)(stage + (CHUNK + tile) * CODE_BYTES);
         const u8* key_stored = stage + 2 * CHUNK * CODE_BYTES + tile * STORED_BYTES;
         const u8* value_stored = key_stored + CHUNK * STORED_BYTES;
 
-        float logits[N][ROW_GROUPS][2];  // tokens g and g + 8 of each tile
-        UNROLL for (int n = 0; n < N; n++) {
-            u32 words[2][LANE_WORDS];
-            UNROLL for (int i = 0; i < 2; i++)
-                load_words(words[i], (const u32*)(key_codes + n * CODE_BYTES) + (g + 8 * i) * WORDS, t);
-            int sums[ROW_GROUPS][GROUPS][4];
-            multiply(sums, words);
-            Grid key[2][GROUPS];
-            UNROLL for (int i = 0; i < 2; i++)
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    key[i][group] = STAGED_GRIDS ? grids[0][(tile + n) * TILE + g + 8 * i]
-                        : read_parameters(key_stored, n * TILE + g + 8 * i, group, key_exponent);
-            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-                UNROLL for (int i = 0; i < 2; i++) {
-                    float x = mean[rows];
-                    UNROLL for (int group = 0; group < GROUPS; group++) {
-                        const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
-                        const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
-                        const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
-                        const float products = (h * 256.0f + b) * product[rows];
-                        const float offsets = key[i][group].lo * offset[rows][group];
-                        if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
-                        else x += key[i][group].s * (products + offsets);
-                    }
-                    if (SOFT_CAP) x = capped(x, soft_cap);
-                    if (MASKED) {
-                        const int j = start + n * TILE + g + 8 * i;
-                        if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
-                    }
-                    logits[n][rows][i] = x;
-                }
-            }
-        }
-        Grid value[N][2][GROUPS];
-        UNROLL for (int n = 0; n < N; n++) {
-            UNROLL for (int i = 0; i < 2; i++) {
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    value[n][i][group] = STAGED_GRIDS ? grids[1][(tile + n) * TILE + g + 8 * i]
-                        : read_parameters(value_stored, n * TILE + g + 8 * i, group, value_exponent);
-                if (MASKED) {  // a token that no row sees may never have been written
-                    float top = logits[n][0][i];
-                    UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++)
-                        top = fmaxf(top, logits[n][rows][i]);
-                    UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
-                        top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
-                    if (top == -INFINITE)
-                        UNROLL for (int group = 0; group < GROUPS; group++)
-                            value[n][i][group] = {1.0f, 0.0f};
-                }
-            }
-        }
-        float p[N][ROW_GROUPS][2], top = 0;
-        UNROLL for (int n = 0; n < N; n++) {
-            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-                UNROLL for (int i = 0; i < 2; i++) {
-                    p[n][rows][i] = exp2_approx(logits[n][rows][i] - m[rows]);
-                    UNROLL for (int group = 0; group < GROUPS; group++)
-                        top = fmaxf(top, p[n][rows][i] * value[n][i][group].s);
-                }
-            }
-        }
-        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference<N>(logits, p, value);
-        UNROLL for (int n = 0; n < N; n++) {
-            u32 b[GROUPS][COLUMN_TILES][2];
+        u32 words[2][LANE_WORDS];  // of tokens g and g + 8, as everything up to `b` below
+        UNROLL for (int i = 0; i < 2; i++) load_words(words[i], key_codes + (g + 8 * i) * WORDS, t);
+        int sums[ROW_GROUPS][GROUPS][4];
+        multiply(sums, words);
+        Grid key[2][GROUPS], value[2][GROUPS];
+        UNROLL for (int i = 0; i < 2; i++) {
+            const int token = g + 8 * i;
             UNROLL for (int group = 0; group < GROUPS; group++) {
-                float weight[ROW_GROUPS][2];
-                UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-                    UNROLL for (int i = 0; i < 2; i++) {
-                        const Grid grid = value[n][i][group];
-                        weight[rows][i] = p[n][rows][i] * grid.s;
-                        lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[n][rows][i]) * grid.lo;
-                    }
+                key[i][group] = STAGED_GRIDS ? grids[0][tile * TILE + token]
+                    : read_parameters(key_stored, token, group, key_exponent);
+                value[i][group] = STAGED_GRIDS ? grids[1][tile * TILE + token]
+                    : read_parameters(value_stored, token, group, value_exponent);
+            }
+        }
+        float logits[ROW_GROUPS][2];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                float x = mean[rows];
+                UNROLL for (int group = 0; group < GROUPS; group++) {
+                    const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
+                    const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
+                    const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
+                    const float products = (h * 256.0f + b) * product[rows];
+                    const float offsets = key[i][group].lo * offset[rows][group];
+                    if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
+                    else x += key[i][group].s * (products + offsets);
                 }
-                UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
-                    UNROLL for (int i = 0; i < 2; i++) {
-                        const float odd =
-                            2 * c + 1 < ROW_GROUPS ? weight[(2 * c + 1) % ROW_GROUPS][i] : 0.0f;
-                        b[group][c][i] = transpose_8x8(pack_half(weight[2 * c][i], odd));
-                    }
+                if (SOFT_CAP) x = capped(x, soft_cap);
+                if (MASKED) {
+                    const int j = start + g + 8 * i;
+                    if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
+                }
+                logits[rows][i] = x;
+            }
+        }
+        if (MASKED) {  // a token that no row sees may never have been written
+            UNROLL for (int i = 0; i < 2; i++) {
+                float top = logits[0][i];
+                UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++) top = fmaxf(top, logits[rows][i]);
+                UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
+                    top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
+                if (top == -INFINITE)
+                    UNROLL for (int group = 0; group < GROUPS; group++) value[i][group] = {1.0f, 0.0f};
+            }
+        }
+        float p[ROW_GROUPS][2], top = 0;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                p[rows][i] = exp2_approx(logits[rows][i] - m[rows]);
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    top = fmaxf(top, p[rows][i] * value[i][group].s);
+            }
+        }
+        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference(logits, p, value);
+        u32 b[GROUPS][COLUMN_TILES][2];
+        UNROLL for (int group = 0; group < GROUPS; group++) {
+            float weight[ROW_GROUPS][2];
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    weight[rows][i] = p[rows][i] * value[i][group].s;
+                    lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[rows][i]) * value[i][group].lo;
                 }
             }
-            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[n][rows][0] + p[n][rows][1];
-            add_values(b, (const u32*)(value_codes + n * CODE_BYTES));
+            UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const float odd = 2 * c + 1 < ROW_GROUPS ? weight[(2 * c + 1) % ROW_GROUPS][i] : 0.0f;
+                    b[group][c][i] = transpose_8x8(pack_half(weight[2 * c][i], odd));
+                }
+            }
         }
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[rows][0] + p[rows][1];
+        add_values(b, value_codes);
     }
 
     DEVICE void stage_grids(Grids& grids, const u8* stage) {
@@ -876,15 +862,13 @@ struct History {
     }
 
     // Raise each row's reference so that its largest weight p s becomes 1. Rare.
-    template <int N>
-    DEVICE void move_reference(const float (&logits)[N][ROW_GROUPS][2], float (&p)[N][ROW_GROUPS][2],
-                               const Grid (&value)[N][2][GROUPS]) {
+    DEVICE void move_reference(const float (&logits)[ROW_GROUPS][2], float (&p)[ROW_GROUPS][2],
+                               const Grid (&value)[2][GROUPS]) {
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             float top = NOTHING;
-            UNROLL for (int n = 0; n < N; n++)
-                UNROLL for (int i = 0; i < 2; i++)
-                    UNROLL for (int group = 0; group < GROUPS; group++)
-                        top = fmaxf(top, logits[n][rows][i] + log2_approx(value[n][i][group].s));
+            UNROLL for (int i = 0; i < 2; i++)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    top = fmaxf(top, logits[rows][i] + log2_approx(value[i][group].s));
             top = fmaxf(m[rows], tokens_max(top));
             const float factor = exp2_approx(m[rows] - top);
             m[rows] = top;
@@ -894,9 +878,7 @@ struct History {
                 out[rows / 2][tile][rows % 2] *= factor;
                 out[rows / 2][tile][2 + rows % 2] *= factor;
             }
-            UNROLL for (int n = 0; n < N; n++)
-                UNROLL for (int i = 0; i < 2; i++)
-                    p[n][rows][i] = exp2_approx(logits[n][rows][i] - top);
+            UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(logits[rows][i] - top);
         }
     }
 
@@ -950,16 +932,13 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         Grids& grids = s.grids[warp];
         if (STAGED_GRIDS) state.stage_grids(grids, packed);
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
-            int tile = 0;
-            ROLLED for (; tile + TOGETHER <= tiles; tile += TOGETHER)
-                state.template read<false, TOGETHER>(packed, grids, tile, start + tile * TILE, a.soft_cap);
-            if (CHUNK % TOGETHER || TILES_PER_PAGE % CHUNK % TOGETHER)
-                ROLLED for (; tile < tiles; tile++)
-                    state.template read<false, 1>(packed, grids, tile, start + tile * TILE, a.soft_cap);
+            UNROLL for (int tile = 0; tile < CHUNK; tile++)
+                if (TILES_PER_PAGE % CHUNK == 0 || tile < tiles)
+                    state.template read<false>(packed, grids, tile, start + tile * TILE, a.soft_cap);
         } else {
             for (int tile = 0; tile < tiles; tile++, start += TILE)
                 if (start + TILE > oldest && start <= last - a.recent)
-                    state.template read<true, 1>(packed, grids, tile, start, a.soft_cap);
+                    state.template read<true>(packed, grids, tile, start, a.soft_cap);
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }

@@ -92,11 +92,6 @@ class Geometry:
         return tiles
 
     @property
-    def tiles_together(self) -> int:
-        """More hide more latency, and take more registers."""
-        return 4 if self.row_groups * self.groups == 1 else 2 if self.row_groups * self.groups <= 4 else 1
-
-    @property
     def stages(self) -> int:
         budget = SHARED_MEMORY // self.blocks_per_sm - RESERVED - self._fixed_bytes
         return max(2, min(4, budget // (WARPS * self.chunk * self.tile_bytes)))
@@ -141,7 +136,6 @@ class Geometry:
             "STAGES": self.stages,
             "WARPS": WARPS,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "TILES_TOGETHER": self.tiles_together,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
             "PREPARED_BYTES": 4 * self.prepared_words,
