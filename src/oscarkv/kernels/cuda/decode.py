@@ -13,6 +13,7 @@ from oscarkv.kernels.triton.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
 WARPS = 8
+MOST_STAGES = 4
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
 #: Shared memory of a processor (sm_90), and what each block loses of it.
@@ -94,7 +95,7 @@ class Geometry:
     @property
     def stages(self) -> int:
         budget = SHARED_MEMORY // self.blocks_per_sm - RESERVED - self._fixed_bytes
-        return max(2, min(4, budget // (WARPS * self.chunk * self.tile_bytes)))
+        return max(2, min(MOST_STAGES, budget // (WARPS * self.chunk * self.tile_bytes)))
 
     @property
     def _fixed_bytes(self) -> int:
@@ -103,7 +104,8 @@ class Geometry:
         stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
         grids = 8 * WARPS * 2 * self.chunk * 16 if self.groups == 1 else 16 * WARPS
-        return 2 * rows * stride + queries + stats + grids + 4 * (4 + 11 * 64) + 256
+        barriers = 8 * WARPS * MOST_STAGES
+        return 2 * rows * stride + queries + stats + grids + barriers + 4 * (4 + 11 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
