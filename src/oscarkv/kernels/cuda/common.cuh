@@ -140,44 +140,6 @@ DEVICE void copy_async_once(u32 shared, const void* global, u64 policy) {
                  :: "r"(shared), "l"(global), "l"(policy));
 }
 
-// The copy engine of compute capability 9.0 and newer: whole runs of bytes (multiples of 16) by one
-// thread, announced at a barrier in shared memory.
-#if __CUDA_ARCH__ >= 900 && !defined(PLAIN_COPIES)
-#define BULK_COPIES 1
-DEVICE void open_barrier(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
-}
-DEVICE void publish_barriers() {  // to the copy engine, with all that was written before
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-DEVICE void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(barrier), "r"(bytes) : "memory");
-}
-DEVICE void copy_bulk_once(u32 shared, const void* global, u32 bytes, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1], %2, [%3], %4;"
-                 :: "r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-DEVICE void wait_bytes(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-                     "selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-#else
-#define BULK_COPIES 0
-#endif
-
-DEVICE void release_shared_memory() {  // before a barrier after which the copy engine writes there
-#if BULK_COPIES
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int N> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N)); }

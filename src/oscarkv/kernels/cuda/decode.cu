@@ -29,7 +29,7 @@ constexpr int CODE_BYTES = TILE * 4 * WORDS;  // of a tile, one side
 constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
 constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
 constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
-constexpr int WINDOW_COST = (80 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, but slower
+constexpr int WINDOW_COST = (72 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, and slower
 constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
@@ -196,7 +196,6 @@ constexpr int CHUNK_TOKENS = CHUNK * TILE;
 struct Shared {
     alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, warps' results, partial sums
     Grid grids[WARPS][2][STAGED_GRIDS ? CHUNK_TOKENS : 1];  // of keys, of values
-    u64 barriers[WARPS][STAGES];
     Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];  // B fragments
     float history[ROWS][STRIDE], window[ROWS][STRIDE];  // sums of values
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
@@ -572,7 +571,6 @@ struct Ring {
     const int* table;  // the sequence's pages
     int first, count;  // the warp's first chunk, and how many it has; they are WARPS apart
     u32 shared;        // of its first stage
-    u32 barriers;      // one for each stage
     u64 policy;
     int pages, next_pages;  // lane i: page of chunk (32 n + i), of (32 (n + 1) + i)
 
@@ -584,21 +582,6 @@ struct Ring {
         const int lane = threadIdx.x % 32;
         pages = page_of(lane);
         next_pages = count > 32 ? page_of(32 + lane) : 0;
-#if BULK_COPIES
-        if (lane < STAGES) open_barrier(barriers + 8 * lane);
-        publish_barriers();
-        __syncwarp();
-#endif
-    }
-
-    // Until the chunk `index` has arrived in its stage; also, every lane is done with the one before.
-    DEVICE void wait(int index) {
-#if BULK_COPIES
-        wait_bytes(barriers + 8 * (index % STAGES), index / STAGES & 1);
-#else
-        wait_copies<STAGES - 2>();
-#endif
-        __syncwarp();
     }
 
     static DEVICE int tiles_of(int chunk) {  // how many tiles it has
@@ -613,54 +596,30 @@ struct Ring {
     }
 
     // Stage: K codes, V codes, K parameters, V parameters of the chunk's tokens.
-    DEVICE void fetch(int index) {
+    DEVICE void fetch(int index, int stage) {
         const int lane = threadIdx.x % 32;
         const int page = __shfl_sync(ALL, pages, index & 31);
         if (index < count) {
             const int chunk = first + index * WARPS, sub = chunk % CHUNKS_PER_PAGE * CHUNK;
-            const int tiles = tiles_of(chunk), stage = index % STAGES;
-            const u8* from = base + page * a.history_page;
-            const u32 to = shared + stage * STAGE_BYTES;
-#if BULK_COPIES
-            if (lane == 0) {
-                const u32 barrier = barriers + 8 * stage;
-                const u32 codes = tiles * CODE_BYTES, stored = tiles * STORED_BYTES;
-                expect_bytes(barrier, 2 * (codes + stored));
-                if (PAGE == CHUNK * TILE) {  // a page is laid out as a stage is
-                    copy_bulk_once(to, from, STAGE_BYTES, barrier, policy);
-                } else {
-                    const u8* codes_from = from + sub * CODE_BYTES;
-                    const u8* stored_from = from + KEY_PARAMETERS + sub * STORED_BYTES;
-                    copy_bulk_once(to, codes_from, codes, barrier, policy);
-                    copy_bulk_once(to + CHUNK * CODE_BYTES, codes_from + VALUE_CODES, codes, barrier, policy);
-                    const u32 to_stored = to + 2 * CHUNK * CODE_BYTES;
-                    copy_bulk_once(to_stored, stored_from, stored, barrier, policy);
-                    copy_bulk_once(to_stored + CHUNK * STORED_BYTES,
-                                   stored_from + PAGE * PARAMETER_BYTES, stored, barrier, policy);
-                }
-            }
-#else
+            const int tiles = tiles_of(chunk);
+            const u8* from = base + page * a.history_page + sub * CODE_BYTES + 16 * lane;
+            const u32 to = shared + stage * STAGE_BYTES + 16 * lane;
             UNROLL for (int i = 0; i < CHUNK * CODE_BYTES; i += 512) {
-                const int at = i + 16 * lane;
-                if (at < tiles * CODE_BYTES) {
-                    const u8* codes = from + sub * CODE_BYTES + at;
-                    copy_async_once(to + at, codes, policy);
-                    copy_async_once(to + CHUNK * CODE_BYTES + at, codes + VALUE_CODES, policy);
+                if (i + 16 * lane < tiles * CODE_BYTES) {
+                    copy_async_once(to + i, from + i, policy);
+                    copy_async_once(to + CHUNK * CODE_BYTES + i, from + VALUE_CODES + i, policy);
                 }
             }
-            from += KEY_PARAMETERS + sub * STORED_BYTES;
+            from = base + page * a.history_page + KEY_PARAMETERS + sub * STORED_BYTES;
             UNROLL for (int i = 0; i < 2 * CHUNK * STORED_BYTES; i += 512) {
                 const int at = i + 16 * lane, side = at >= CHUNK * STORED_BYTES;
                 const int within = at - side * CHUNK * STORED_BYTES;
                 if (within < tiles * STORED_BYTES && at < 2 * CHUNK * STORED_BYTES)
-                    copy_async_once(to + 2 * CHUNK * CODE_BYTES + at,
+                    copy_async_once(to - 16 * lane + 2 * CHUNK * CODE_BYTES + at,
                                     from + side * (PAGE * PARAMETER_BYTES) + within, policy);
             }
-#endif
         }
-#if !BULK_COPIES
         commit_copies();
-#endif
         if ((index & 31) == 31) {
             pages = next_pages;
             next_pages = page_of(index + 33 + lane);
@@ -949,9 +908,9 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
               a.history_table + (i64)p.sequence * a.history_columns,
               q.first_chunk + p.history_begin + warp,
               chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages),
-              shared_address(s.barriers[warp]), read_once_policy()};
+              read_once_policy()};
     ring.open();
-    ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i);
+    ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);
     if (p.window_end > p.window_begin) load_window_queries(a, p, s);  // they will be wanted later
     wait_for_queries();
     History state;
@@ -962,12 +921,14 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
     int oldest = first - a.sliding + 1, all_oldest = last - a.sliding + 1;
     if (oldest < a.sink) oldest = a.sink;
     if (all_oldest < a.sink) all_oldest = a.sink;
+    int stage = 0;
     for (int i = 0; i < ring.count; i++) {
-        ring.wait(i);
-        ring.fetch(i + STAGES - 1);
+        wait_copies<STAGES - 2>();
+        __syncwarp();
+        ring.fetch(i + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
         const int chunk = ring.first + i * WARPS, tiles = Ring::tiles_of(chunk);
         int start = Ring::position_of(chunk);
-        const u8* packed = stages + i % STAGES * STAGE_BYTES;
+        const u8* packed = stages + stage * STAGE_BYTES;
         Grids& grids = s.grids[warp];
         if (STAGED_GRIDS) state.stage_grids(grids, packed);
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
@@ -979,10 +940,9 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
                 if (start + TILE > oldest && start <= last - a.recent)
                     state.template read<true>(packed, grids, tile, start, a.soft_cap);
         }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-#if !BULK_COPIES
     wait_copies<0>();
-#endif
     state.finish(s);
 }
 
@@ -1203,7 +1163,6 @@ oscar_decode(const __grid_constant__ Arguments a) {
             __syncthreads();
             write_rows(a, p, q.chunks > 0, inverse, s);
         }
-        release_shared_memory();
         __syncthreads();
         index = s.next;
         __syncthreads();

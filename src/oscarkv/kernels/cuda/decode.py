@@ -12,8 +12,6 @@ from oscarkv.kernels.cuda.launch import load, variant
 from oscarkv.kernels.triton.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
-WARPS = 8
-MOST_STAGES = 4
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
 #: Shared memory of a processor (sm_90), and what each block loses of it.
@@ -76,6 +74,11 @@ class Geometry:
         )
 
     @property
+    def warps(self) -> int:
+        """Of a block: two blocks of 8 on a processor; wide heads need more registers for each."""
+        return 12 if self.head_dim > 128 and self.row_groups == 1 else 8
+
+    @property
     def rows(self) -> int:
         return 4 * self.row_groups
 
@@ -95,24 +98,23 @@ class Geometry:
     @property
     def stages(self) -> int:
         budget = SHARED_MEMORY // self.blocks_per_sm - RESERVED - self._fixed_bytes
-        return max(2, min(MOST_STAGES, budget // (WARPS * self.chunk * self.tile_bytes)))
+        return max(2, min(4, budget // (self.warps * self.chunk * self.tile_bytes)))
 
     @property
     def _fixed_bytes(self) -> int:
         """Of `Shared`, all but its working space."""
         rows, stride = self.rows, 4 * (self.head_dim + 8)
-        stats = 4 * WARPS * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
+        stats = 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        grids = 8 * WARPS * 2 * self.chunk * 16 if self.groups == 1 else 16 * WARPS
-        barriers = 8 * WARPS * MOST_STAGES
-        return 2 * rows * stride + queries + stats + grids + barriers + 4 * (4 + 11 * 64) + 256
+        grids = 8 * self.warps * 2 * self.chunk * 16 if self.groups == 1 else 16 * self.warps
+        return 2 * rows * stride + queries + stats + grids + 4 * (4 + 11 * 64) + 256
 
     @property
     def shared_bytes(self) -> int:
         """At least `sizeof(Shared)` of decode.cu, which checks it."""
-        ring = WARPS * self.stages * self.chunk * self.tile_bytes
-        merge = WARPS * self.rows * 4 * (self.head_dim + 8)
-        return max(ring, merge, WARPS * 32 * 64) + self._fixed_bytes
+        ring = self.warps * self.stages * self.chunk * self.tile_bytes
+        merge = self.warps * self.rows * 4 * (self.head_dim + 8)
+        return max(ring, merge, self.warps * 32 * 64) + self._fixed_bytes
 
     @property
     def prepared_words(self) -> int:
@@ -136,7 +138,7 @@ class Geometry:
             "ROW_GROUPS": self.row_groups,
             "CHUNK": self.chunk,
             "STAGES": self.stages,
-            "WARPS": WARPS,
+            "WARPS": self.warps,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "SOFT_CAP": int(self.soft_cap),
             "SHARED_BYTES": self.shared_bytes,
@@ -224,7 +226,7 @@ class DecodeKernel:
         arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
         arguments.q_token, arguments.q_head = q.stride(0), q.stride(1)
         arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
-        threads = 32 * WARPS
+        threads = 32 * self.geometry.warps
         pairs = arguments.batch * arguments.row_blocks
         each = -(-pairs * arguments.kv_heads // self.blocks)  # of a block's share of the matrix
         self._queries_kernel.launch((arguments.kv_heads, -(-pairs // each), 1), threads, arguments)
