@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
@@ -32,7 +33,12 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def _source(name: str) -> str:
-    return (_FOLDER / "common.cuh").read_text() + (_FOLDER / name).read_text()
+    """A source file with the project's own includes put in their place."""
+    lines = []
+    for line in (_FOLDER / name).read_text().splitlines():
+        included = re.fullmatch(r'#include "(.+)"', line)
+        lines.append(_source(included[1]) if included else line)
+    return "\n".join(lines) + "\n"
 
 
 def compile_source(name: str, macros: Mapping[str, int], arch: str) -> bytes:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from oscarkv.kernels.cuda.launch import load, variant
-from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.interface import LayerCache
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
-#: Shared memory of a processor (sm_90), and what each block loses of it.
-SHARED_MEMORY = 228 * 1024
+#: What each block loses of its processor's shared memory.
 RESERVED = 1024
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
 UNLIMITED = 1 << 30
+HALF_TYPES = (torch.bfloat16, torch.float16)
 PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 _POINTERS = (
     "q out history window seq_lens query_start history_table window_table schedule arrivals tickets "
@@ -56,6 +56,7 @@ class Geometry:
     bfloat16: bool
     row_groups: int
     soft_cap: bool
+    shared_memory: int = 228 * 1024  # of a processor; that of sm_90
 
     @classmethod
     def of(cls, q: Tensor, layer: LayerCache, max_query_len: int) -> Geometry:
@@ -71,6 +72,7 @@ class Geometry:
             q.dtype == torch.bfloat16,
             row_groups,
             layer.soft_cap is not None,
+            torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor,
         )
 
     @property
@@ -90,23 +92,29 @@ class Geometry:
 
     @property
     def chunk(self) -> int:
+        """Tiles that a warp fetches at a time: 4 KB and more, if two chunks a warp fit."""
         tiles = 1
         while tiles < 4 and tiles * self.tile_bytes < CHUNK_BYTES:
             tiles *= 2
+        while tiles > 1 and self._stages_of(tiles) < 2:
+            tiles //= 2
         return tiles
 
     @property
     def stages(self) -> int:
-        budget = SHARED_MEMORY // self.blocks_per_sm - RESERVED - self._fixed_bytes
-        return max(2, min(4, budget // (self.warps * self.chunk * self.tile_bytes)))
+        return max(2, min(4, self._stages_of(self.chunk)))
 
-    @property
-    def _fixed_bytes(self) -> int:
+    def _stages_of(self, chunk: int) -> int:
+        """How many chunks of that size each warp has room for."""
+        room = self.shared_memory // self.blocks_per_sm - RESERVED - self._fixed_bytes(chunk)
+        return room // (self.warps * chunk * self.tile_bytes)
+
+    def _fixed_bytes(self, chunk: int) -> int:
         """Of `Shared`, all but its working space."""
         rows, stride = self.rows, 4 * (self.head_dim + 8)
         stats = 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (10 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        grids = 8 * self.warps * 2 * self.chunk * 16 if self.groups == 1 else 16 * self.warps
+        grids = 8 * self.warps * 2 * chunk * 16 if self.groups == 1 else 16 * self.warps
         return 2 * rows * stride + queries + stats + grids + 4 * (4 + 11 * 64) + 256
 
     @property
@@ -114,7 +122,7 @@ class Geometry:
         """At least `sizeof(Shared)` of decode.cu, which checks it."""
         ring = self.warps * self.stages * self.chunk * self.tile_bytes
         merge = self.warps * self.rows * 4 * (self.head_dim + 8)
-        return max(ring, merge, self.warps * 32 * 64) + self._fixed_bytes
+        return max(ring, merge, self.warps * 32 * 64) + self._fixed_bytes(self.chunk)
 
     @property
     def prepared_words(self) -> int:
@@ -248,3 +256,28 @@ def _processors(device: torch.device) -> int:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def unsupported(q: Tensor, out: Tensor, layer: LayerCache) -> str | None:
+    """Why the kernel does not take this layer, or None."""
+    reason = unsupported_format(q, layer)
+    if reason is None and (q.stride(-1) != 1 or out.stride(-1) != 1 or q.dtype != out.dtype):
+        reason = "queries or outputs of another layout"
+    if reason is None and (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1)) % 4:
+        reason = "queries that are not aligned to 4 bytes"
+    return reason
+
+
+def unsupported_format(x: Tensor, layer: LayerCache) -> str | None:
+    """Why no CUDA kernel takes this layer, or None."""
+    layout = layer.layout
+    words = layout.head_dim // 16
+    if (layout.key_bits, layout.value_bits) != (2, 2):
+        return f"{layout.key_bits} and {layout.value_bits} bits"
+    if layout.head_dim > 256:
+        return f"head_dim {layout.head_dim}"
+    if layout.groups > 1 and (words not in (4, 8, 16) or layout.groups > words // 2):
+        return f"{layout.groups} groups of head_dim {layout.head_dim}"
+    if x.dtype not in HALF_TYPES or layer.window.dtype != x.dtype:
+        return f"{x.dtype} with windows in {layer.window.dtype}"
+    return None

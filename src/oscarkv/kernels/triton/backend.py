@@ -8,7 +8,7 @@ from torch import Tensor
 from oscarkv.errors import CacheError
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.triton.decode import decode
-from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.write import write
 
 
@@ -39,7 +39,7 @@ class TritonBackend:
             seq_lens, query_start_loc, history_table, window_table, strict, max_query_len
         )
 
-    def _planned(self) -> Plan:
+    def planned(self) -> Plan:
         if self._plan is None:
             raise CacheError("call plan() before decode() or prefill()")
         return self._plan
@@ -52,10 +52,10 @@ class TritonBackend:
 
     @torch.inference_mode()
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
-        decode(self._planned(), q, layer, out)
+        decode(self.planned(), q, layer, out)
 
     @torch.inference_mode()
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
         from oscarkv.kernels.triton.prefill import prefill
 
-        prefill(self._planned(), q, k, v, layer, out)
+        prefill(self.planned(), q, k, v, layer, out)

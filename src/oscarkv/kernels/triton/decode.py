@@ -31,7 +31,7 @@ from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.triton import constants
 from oscarkv.kernels.triton.merge import merge
 from oscarkv.kernels.triton.parameters import BYTES, FORMATS, load_grid
-from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.portable import bound, dot
 from oscarkv.kernels.triton.unpack import channel_of, slot_weight, unpack
 
@@ -45,7 +45,7 @@ class Tuning:
     warps: int = 1
     stages: int = 5  # of the pipeline; two for each block of words under way, and one
     registers: int | None = 168  # limit for the compiler: 12 programs on a multiprocessor
-    programs_per_sm: int = 12  # that the splits aim at
+    programs_per_sm: int = 16  # that the splits aim at
     split_tokens: int = 256  # fewer are not worth a split of their own
     max_splits: int = 256
     window_block: int = 32  # window tokens at a time

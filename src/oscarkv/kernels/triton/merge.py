@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.triton import constants
-from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.portable import bound
 
 #: Rows one program merges where there are plenty of rows; one otherwise.

@@ -30,7 +30,7 @@ from torch import Tensor
 from oscarkv.codec.layout import PAGE_QUANTUM, PageLayout, RowLayout
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.rows import bases
-from oscarkv.kernels.triton.plan import Plan
+from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.portable import bound, dot
 from oscarkv.kernels.triton.prefill_history import LOG_SHIFT, column_channels, history_tile
 
@@ -53,7 +53,7 @@ TILES = {
     16: Tiles(128, 128, 64, 8),
     32: Tiles(128, 128, 64, 8),
     64: Tiles(128, 128, 64, 8),
-    128: Tiles(128, 128, 64, 8),
+    128: Tiles(64, 128, 64, 4),
     256: Tiles(64, 64, 32, 8),
 }
 #: For fp32 queries, whose exact tiles are twice as large: up to 128 columns, and above.

@@ -1,0 +1,150 @@
+// What a block has in shared memory, and what its warps do together.
+
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+constexpr int MERGE_BYTES = WARPS * ROWS * STRIDE * 4;
+constexpr int SUMS_BYTES = THREADS * 64;  // partial sums of a row times a matrix
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
+
+// The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8).
+struct Grid { float s, lo; };
+// A warp turns the parameters of a chunk into floats once, for all its lanes: with 8-bit parameters
+// that is a sixth of the work. (Not with several groups: they would take too much memory.)
+constexpr bool STAGED_GRIDS = GROUPS == 1;
+constexpr int CHUNK_TOKENS = CHUNK * TILE;
+
+struct Shared {
+    alignas(128) u8 work[WORK_BYTES];     // packed tiles on their way, warps' results, partial sums
+    Grid grids[WARPS][2][STAGED_GRIDS ? CHUNK_TOKENS : 1];  // of keys, of values
+    Quad window_query[COLUMN_TILES][WINDOW_CHUNKS][32];  // B fragments
+    float history[ROWS][STRIDE], window[ROWS][STRIDE];  // sums of values
+    float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
+    float m[2][ROWS], l[2][ROWS];         // history, windows
+    float lo[ROWS][GROUPS], rescale[2 * ROWS];
+    int begins[2 * ROWS], ends[2 * ROWS];
+    u32 schedule[HEADER + (FACTS + 2) * SCHEDULED];  // of a small batch
+    int last, next;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
+
+// rows[r][:] times matrix [HEAD_DIM][HEAD_DIM]; use(r, channel, sum) gets each result.
+template <class Use>
+DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* scratch, Use use) {
+    constexpr int QUADS = HEAD_DIM / 4;
+    constexpr int SPLITS = THREADS / QUADS;  // parts of the inner dimension
+    constexpr int DEPTH = (HEAD_DIM + SPLITS - 1) / SPLITS;
+    float* sums = (float*)scratch;  // [SPLITS][4][HEAD_DIM]
+    const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
+    const int begin = split * DEPTH, end = begin + DEPTH < HEAD_DIM ? begin + DEPTH : HEAD_DIM;
+    ROLLED for (int r0 = 0; r0 < ROWS; r0 += 4) {
+        float acc[4][4] = {};
+        if (split < SPLITS) {
+            UNROLL_16 for (int k = begin; k < end; k++) {
+                const Quad m = load_quad(matrix + k * HEAD_DIM + 4 * quad);
+                UNROLL for (int r = 0; r < 4; r++) {
+                    const float x = rows[r0 + r][k];
+                    acc[r][0] += x * as_float(m.x);
+                    acc[r][1] += x * as_float(m.y);
+                    acc[r][2] += x * as_float(m.z);
+                    acc[r][3] += x * as_float(m.w);
+                }
+            }
+            UNROLL for (int r = 0; r < 4; r++)
+                *(Float4*)&sums[(split * 4 + r) * HEAD_DIM + 4 * quad] =
+                    Float4{acc[r][0], acc[r][1], acc[r][2], acc[r][3]};
+        }
+        __syncthreads();
+        ROLLED for (int i = threadIdx.x; i < 4 * HEAD_DIM; i += THREADS) {
+            const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+            float sum = 0;
+            UNROLL for (int k = 0; k < SPLITS; k++) sum += sums[(k * 4 + r) * HEAD_DIM + c];
+            use(r0 + r, c, sum);
+        }
+        __syncthreads();
+    }
+}
+
+DEVICE float warp_sum(float x) {
+    UNROLL for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(ALL, x, lane);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+    UNROLL for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, lane));
+    return x;
+}
+
+// Over the eight lanes that hold tokens of one row.
+DEVICE float tokens_sum(float x) {
+    UNROLL for (int lane = 4; lane < 32; lane *= 2) x += __shfl_xor_sync(ALL, x, lane);
+    return x;
+}
+
+DEVICE float tokens_max(float x) {
+    UNROLL for (int lane = 4; lane < 32; lane *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, lane));
+    return x;
+}
+
+DEVICE float capped(float logit, float cap) {  // cap tanh(logit / cap), logits in units of log 2
+    const float u = exp2_approx(logit * (2.0f / cap));
+    return cap * LOG2E * (1.0f - 2.0f / (u + 1.0f));
+}
+
+struct Piece {
+    int sequence, head, row_block, rows;   // rows: how many of the block's rows exist
+    int first, start;                      // the sequence's first new token: position, row of q
+    int window_begin, window_end, history_begin, history_end;  // tiles, chunks
+};
+
+// Add up the warps' results of one kind (0 history, 1 windows) into s.history or s.window.
+template <int TILES, class Channel>
+DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4],
+                        const float (&m)[ROW_GROUPS], const float (&l)[ROW_GROUPS],
+                        Channel channel) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+        const float sum = tokens_sum(l[rows]);
+        if (g == 0) {
+            s.warp_m[warp][4 * rows + t] = m[rows];
+            s.warp_l[warp][4 * rows + t] = sum;
+        }
+    }
+    __syncthreads();  // also: every warp is done with the ring
+    float* buffer = (float*)s.work + warp * ROWS * STRIDE;
+    UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+        const int r = 4 * rows + t;
+        float top = s.warp_m[0][r];
+        UNROLL for (int w = 1; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
+        const float factor = exp2_approx(m[rows] - top);
+        UNROLL for (int tile = 0; tile < TILES; tile++) {
+            UNROLL for (int half = 0; half < 2; half++) {
+                const int c = channel(tile, g, half);
+                if (c >= 0) buffer[r * STRIDE + c] = out[rows / 2][tile][2 * half + rows % 2] * factor;
+            }
+        }
+    }
+    if (threadIdx.x < ROWS) {
+        const int r = threadIdx.x;
+        float top = NOTHING, sum = 0, lo[GROUPS] = {};
+        UNROLL for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
+        UNROLL for (int w = 0; w < WARPS; w++) {
+            const float factor = exp2_approx(s.warp_m[w][r] - top);
+            sum += s.warp_l[w][r] * factor;
+            if (kind == 0)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    lo[group] += s.warp_lo[w][r][group] * factor;
+        }
+        s.m[kind][r] = top;
+        s.l[kind][r] = sum;
+        UNROLL for (int group = 0; group < GROUPS; group++) s.lo[r][group] = lo[group];
+    }
+    __syncthreads();
+    float (*result)[STRIDE] = kind ? s.window : s.history;
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        const int r = i / HEAD_DIM, c = i % HEAD_DIM;
+        float sum = s.lo[r][GROUPS == 1 ? 0 : c / (HEAD_DIM / GROUPS)];
+        UNROLL for (int w = 0; w < WARPS; w++) sum += ((float*)s.work)[(w * ROWS + r) * STRIDE + c];
+        result[r][c] = sum;
+    }
+    __syncthreads();
+}

@@ -1,0 +1,383 @@
+// Packed keys and values: a warp's ring of chunks, and the arithmetic on their codes.
+
+// A warp's own ring of chunks, and the pages they come from.
+struct Ring {
+    const Arguments& a;
+    const u8* base;    // the head's bytes of page 0
+    const int* table;  // the sequence's pages
+    int first, count;  // the warp's first chunk, and how many it has; they are WARPS apart
+    u32 shared;        // of its first stage
+    u64 policy;
+    int pages, next_pages;  // lane i: page of chunk (32 n + i), of (32 (n + 1) + i)
+
+    DEVICE int page_of(int index) const {
+        return index < count ? table[(first + index * WARPS) / CHUNKS_PER_PAGE] : 0;
+    }
+
+    DEVICE void open() {
+        const int lane = threadIdx.x % 32;
+        pages = page_of(lane);
+        next_pages = count > 32 ? page_of(32 + lane) : 0;
+    }
+
+    static DEVICE int tiles_of(int chunk) {  // how many tiles it has
+        if (TILES_PER_PAGE % CHUNK == 0) return CHUNK;
+        const int left = TILES_PER_PAGE - chunk % CHUNKS_PER_PAGE * CHUNK;
+        return left < CHUNK ? left : CHUNK;
+    }
+
+    static DEVICE int position_of(int chunk) {
+        if (TILES_PER_PAGE % CHUNK == 0) return chunk * (CHUNK * TILE);
+        return chunk / CHUNKS_PER_PAGE * PAGE + chunk % CHUNKS_PER_PAGE * (CHUNK * TILE);
+    }
+
+    // Stage: K codes, V codes, K parameters, V parameters of the chunk's tokens.
+    DEVICE void fetch(int index, int stage) {
+        const int lane = threadIdx.x % 32;
+        const int page = __shfl_sync(ALL, pages, index & 31);
+        if (index < count) {
+            const int chunk = first + index * WARPS, sub = chunk % CHUNKS_PER_PAGE * CHUNK;
+            const int tiles = tiles_of(chunk);
+            const u8* from = base + page * a.history_page + sub * CODE_BYTES + 16 * lane;
+            const u32 to = shared + stage * STAGE_BYTES + 16 * lane;
+            UNROLL for (int i = 0; i < CHUNK * CODE_BYTES; i += 512) {
+                if (i + 16 * lane < tiles * CODE_BYTES) {
+                    copy_async_once(to + i, from + i, policy);
+                    copy_async_once(to + CHUNK * CODE_BYTES + i, from + VALUE_CODES + i, policy);
+                }
+            }
+            from = base + page * a.history_page + KEY_PARAMETERS + sub * STORED_BYTES;
+            UNROLL for (int i = 0; i < 2 * CHUNK * STORED_BYTES; i += 512) {
+                const int at = i + 16 * lane, side = at >= CHUNK * STORED_BYTES;
+                const int within = at - side * CHUNK * STORED_BYTES;
+                if (within < tiles * STORED_BYTES && at < 2 * CHUNK * STORED_BYTES)
+                    copy_async_once(to - 16 * lane + 2 * CHUNK * CODE_BYTES + at,
+                                    from + side * (PAGE * PARAMETER_BYTES) + within, policy);
+            }
+        }
+        commit_copies();
+        if ((index & 31) == 31) {
+            pages = next_pages;
+            next_pages = page_of(index + 33 + lane);
+        }
+    }
+};
+
+DEVICE Grid read_parameters(const u8* stored, int token, int group, float exponent) {
+#if PARAMETERS == 0
+    const u32 x = *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
+    return {half_to_float((u16)(x & 0xffff)), half_to_float((u16)(x >> 16))};
+#else
+    // A byte n in the mantissa of 2^23 is the number 2^23 + n; `exponent` makes up for the 2^23.
+#if PARAMETERS == 1
+    const u32 x = *(const u16*)(stored + token * PARAMETER_BYTES + 2 * group);
+    const float z = as_float((x >> 8) ^ 0x4b000080u) - 8388736.0f;
+    return {exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent), z * 0.03125f};
+#else
+    const u32 x = stored[token * PARAMETER_BYTES + group];
+    return {exp2_approx(as_float(x | 0x4b000000u) * 0.0625f + exponent), -1.5f};
+#endif
+#endif
+}
+
+// The group of slot p: groups are runs of slots, whatever the half and the word.
+DEVICE constexpr int group_of_slot(int p) { return p * GROUPS / 8; }
+
+using Grids = Grid[2][STAGED_GRIDS ? CHUNK_TOKENS : 1];
+
+struct History {
+    float out[COLUMN_TILES][ROW_TILES][4] = {};
+    float m[ROW_GROUPS], l[ROW_GROUPS], lo[ROW_GROUPS][GROUPS];
+    u32 query[ROW_GROUPS][KEY_PARTS];
+    float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS], mean[ROW_GROUPS];
+    int newest[ROW_GROUPS], oldest[ROW_GROUPS];
+    float key_exponent, value_exponent;
+    u32 shift[4];  // 4^(3 - j): brings slot j of a byte to its top; opaque, so that IMAD does it
+
+    DEVICE void open(const Arguments& a, const Piece& p) {
+        const PreparedQueries& prepared_rows = *prepared(a, p.sequence, p.head, p.row_block);
+        const int lane = threadIdx.x % 32, t = lane % 4;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            const int r = 4 * rows + t;
+            m[rows] = NOTHING;
+            l[rows] = 0;
+            UNROLL for (int k = 0; k < KEY_PARTS; k++) query[rows][k] = prepared_rows.parts[rows][k][lane];
+            product[rows] = prepared_rows.product[r];
+            mean[rows] = prepared_rows.mean[r];
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                lo[rows][group] = 0;
+                offset[rows][group] = prepared_rows.offset[r][group];
+            }
+            const int at = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
+            newest[rows] = at - a.recent;
+            oldest[rows] = at - a.sliding + 1 > a.sink ? at - a.sliding + 1 : a.sink;
+        }
+        if (PARAMETERS) {
+            key_exponent = (float)(a.exponents[p.head] - (1 << 19));
+            value_exponent = (float)(a.exponents[a.kv_heads + p.head] - (1 << 19));
+        }
+        shift[0] = 64 * a.one;
+        shift[1] = 16 * a.one;
+        shift[2] = 4 * a.one;
+    }
+
+    // One tile of a stage: 16 tokens from position `start` on.
+    template <bool MASKED>
+    DEVICE void read(const u8* stage, const Grids& grids, int tile, int start, float soft_cap) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u32* key_codes = (const u32*)(stage + tile * CODE_BYTES);
+        const u32* value_codes = (const u32*)(stage + (CHUNK + tile) * CODE_BYTES);
+        const u8* key_stored = stage + 2 * CHUNK * CODE_BYTES + tile * STORED_BYTES;
+        const u8* value_stored = key_stored + CHUNK * STORED_BYTES;
+
+        u32 words[2][LANE_WORDS];  // of tokens g and g + 8, as everything up to `b` below
+        UNROLL for (int i = 0; i < 2; i++) load_words(words[i], key_codes + (g + 8 * i) * WORDS, t);
+        int sums[ROW_GROUPS][GROUPS][4];
+        multiply(sums, words);
+        Grid key[2][GROUPS], value[2][GROUPS];
+        UNROLL for (int i = 0; i < 2; i++) {
+            const int token = g + 8 * i;
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                key[i][group] = STAGED_GRIDS ? grids[0][tile * TILE + token]
+                    : read_parameters(key_stored, token, group, key_exponent);
+                value[i][group] = STAGED_GRIDS ? grids[1][tile * TILE + token]
+                    : read_parameters(value_stored, token, group, value_exponent);
+            }
+        }
+        float logits[ROW_GROUPS][2];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                float x = mean[rows];
+                UNROLL for (int group = 0; group < GROUPS; group++) {
+                    const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
+                    const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
+                    const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
+                    const float products = (h * 256.0f + b) * product[rows];
+                    const float offsets = key[i][group].lo * offset[rows][group];
+                    if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
+                    else x += key[i][group].s * (products + offsets);
+                }
+                if (SOFT_CAP) x = capped(x, soft_cap);
+                if (MASKED) {
+                    const int j = start + g + 8 * i;
+                    if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
+                }
+                logits[rows][i] = x;
+            }
+        }
+        if (MASKED) {  // a token that no row sees may never have been written
+            UNROLL for (int i = 0; i < 2; i++) {
+                float top = logits[0][i];
+                UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++) top = fmaxf(top, logits[rows][i]);
+                UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
+                    top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
+                if (top == -INFINITE)
+                    UNROLL for (int group = 0; group < GROUPS; group++) value[i][group] = {1.0f, 0.0f};
+            }
+        }
+        float p[ROW_GROUPS][2], top = 0;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                p[rows][i] = exp2_approx(logits[rows][i] - m[rows]);
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    top = fmaxf(top, p[rows][i] * value[i][group].s);
+            }
+        }
+        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference(logits, p, value);
+        u32 b[GROUPS][COLUMN_TILES][2];
+        UNROLL for (int group = 0; group < GROUPS; group++) {
+            float weight[ROW_GROUPS][2];
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    weight[rows][i] = p[rows][i] * value[i][group].s;
+                    lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[rows][i]) * value[i][group].lo;
+                }
+            }
+            UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const float odd = 2 * c + 1 < ROW_GROUPS ? weight[(2 * c + 1) % ROW_GROUPS][i] : 0.0f;
+                    b[group][c][i] = transpose_8x8(pack_half(weight[2 * c][i], odd));
+                }
+            }
+        }
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[rows][0] + p[rows][1];
+        add_values(b, value_codes);
+    }
+
+    DEVICE void stage_grids(Grids& grids, const u8* stage) {
+        const int lane = threadIdx.x % 32;
+        const u8* stored = stage + 2 * CHUNK * CODE_BYTES;
+        UNROLL for (int i = lane; i < 2 * CHUNK_TOKENS; i += 32) {
+            const int side = i / CHUNK_TOKENS, token = i % CHUNK_TOKENS;
+            grids[side][token] = read_parameters(stored + side * CHUNK * STORED_BYTES, token, 0,
+                                                 side ? value_exponent : key_exponent);
+        }
+        __syncwarp();
+    }
+
+    // A lane's words of a token's key.
+    static DEVICE void load_words(u32 (&words)[LANE_WORDS], const u32* row, int t) {
+        if constexpr (EXACT_WORDS && LANE_WORDS == 2) {
+            const u64 pair = *(const u64*)(row + 2 * t);
+            words[0] = (u32)pair;
+            words[1] = (u32)(pair >> 32);
+        } else if constexpr (EXACT_WORDS && LANE_WORDS == 4) {
+            const Quad quad = *(const Quad*)(row + 4 * t);
+            words[0] = quad.x; words[1] = quad.y; words[2] = quad.z; words[3] = quad.w;
+        } else {
+            UNROLL for (int w = 0; w < LANE_WORDS; w++) {
+                const int word = t * LANE_WORDS + w;
+                words[w] = EXACT_WORDS || word < WORDS ? row[word] : 0;
+            }
+        }
+    }
+
+    // q' . c of a tile, high and low bytes of q' apart: 64 times it, over the group's channels.
+    DEVICE void multiply(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                UNROLL for (int i = 0; i < 4; i++)
+                    sums[rows][group][i] = FLOAT_BITS ? 0x4b400000 : 0;
+        UNROLL for (int k = 0; k < KEY_PARTS; k += 2) {
+            u32 code[2][2];
+            UNROLL for (int part = 0; part < 2; part++) {
+                const int slot = (k + part) / LANE_WORDS, w = (k + part) % LANE_WORDS;
+                UNROLL for (int i = 0; i < 2; i++)
+                    code[part][i] = (slot == 3 ? words[i][w] : words[i][w] * shift[slot]) & 0xc0c0c0c0u;
+            }
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                const u32 b0 = query[rows][k], b1 = query[rows][k + 1];
+                if constexpr (GROUPS == 1) {
+                    mma_bytes(sums[rows][0], code[0][0], code[0][1], code[1][0], code[1][1], b0, b1);
+                } else {
+                    UNROLL for (int upper = 0; upper < 2; upper++) {  // slots 0..3, 4..7
+                        const u32 mask = upper ? 0xff00ff00u : 0x00ff00ffu;
+                        mma_bytes(sums[rows][group_of_slot(4 * upper + k / LANE_WORDS)],
+                                  code[0][0], code[0][1], code[1][0], code[1][1],
+                                  b0 & mask, b1 & mask);
+                    }
+                }
+            }
+        }
+    }
+
+    // out += sum (p s) c of a tile; a lane reads tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+    DEVICE void add_values(const u32 (&b)[GROUPS][COLUMN_TILES][2], const u32* codes) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        UNROLL for (int block = 0; block < (PADDED + 7) / 8; block++) {
+            const int word = PADDED == 4 ? (g & 3) : 8 * block + g;
+            u32 v[4];
+            UNROLL for (int i = 0; i < 4; i++) {
+                const int token = 2 * t + (i & 1) + 8 * (i >> 1);
+                v[i] = EXACT_WORDS || word < WORDS ? codes[token * WORDS + word] : 0;
+            }
+            const u32 byte = PADDED == 4 ? g >> 2 : 0;  // four words: lanes g and g + 4 share one
+            const u32 low = 0x5410 + 0x1111 * byte, high = 0x7632 + 0x1111 * byte;
+            u32 x[4] = {permute_bytes(v[0], v[1], low), permute_bytes(v[0], v[1], high),
+                        permute_bytes(v[2], v[3], low), permute_bytes(v[2], v[3], high)};
+            constexpr int SLOTS = PADDED == 4 ? 4 : 8;
+            UNROLL for (int p0 = 0; p0 < SLOTS; p0++) {
+                if (p0 == 4) UNROLL for (int i = 0; i < 4; i++) x[i] >>= 8;
+                const u32 mask = 0x00030003u << (2 * (p0 & 3));
+                const u32 a0 = x[0] & mask, a1 = x[1] & mask, a2 = x[2] & mask, a3 = x[3] & mask;
+                UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
+                    float (&d)[4] = out[c][8 * block + p0];
+                    if constexpr (PADDED == 4 && GROUPS == 2) {  // the group is the lane's byte
+                        UNROLL for (int group = 0; group < 2; group++) {
+                            const u32 mine = byte == group ? ALL : 0;
+                            mma_half(d, a0 & mine, a1 & mine, a2 & mine, a3 & mine,
+                                     b[group][c][0], b[group][c][1]);
+                        }
+                    } else {
+                        const int group = group_of_slot(p0);
+                        mma_half(d, a0, a1, a2, a3, b[group][c][0], b[group][c][1]);
+                    }
+                }
+            }
+        }
+    }
+
+    // Raise each row's reference so that its largest weight p s becomes 1. Rare.
+    DEVICE void move_reference(const float (&logits)[ROW_GROUPS][2], float (&p)[ROW_GROUPS][2],
+                               const Grid (&value)[2][GROUPS]) {
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            float top = NOTHING;
+            UNROLL for (int i = 0; i < 2; i++)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    top = fmaxf(top, logits[rows][i] + log2_approx(value[i][group].s));
+            top = fmaxf(m[rows], tokens_max(top));
+            const float factor = exp2_approx(m[rows] - top);
+            m[rows] = top;
+            l[rows] *= factor;
+            UNROLL for (int group = 0; group < GROUPS; group++) lo[rows][group] *= factor;
+            UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
+                out[rows / 2][tile][rows % 2] *= factor;
+                out[rows / 2][tile][2 + rows % 2] *= factor;
+            }
+            UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(logits[rows][i] - top);
+        }
+    }
+
+    DEVICE void finish(Shared& s) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            UNROLL for (int group = 0; group < GROUPS; group++) {
+                const float sum = tokens_sum(lo[rows][group]);
+                if (g == 0) s.warp_lo[warp][4 * rows + t][group] = sum;
+            }
+        }
+        UNROLL for (int n = 0; n < COLUMN_TILES; n++)
+            UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
+                UNROLL for (int i = 0; i < 4; i++)
+                    out[n][tile][i] *= 16777216.0f / (float)(1 << (2 * (tile & 3)));
+        merge_warps<ROW_TILES>(s, 0, out, m, l, [](int tile, int g, int half) {
+            return tile_valid(tile, g) ? tile_channel(tile, g, half) : -1;
+        });
+    }
+};
+
+DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+    const int warp = threadIdx.x / 32;
+    u8* stages = s.work + warp * STAGES * STAGE_BYTES;
+    const int chunks = p.history_end - p.history_begin;
+    Ring ring{a, a.history + p.head * a.history_head,
+              a.history_table + (i64)p.sequence * a.history_columns,
+              q.first_chunk + p.history_begin + warp,
+              chunks > warp ? (chunks - warp + WARPS - 1) / WARPS : 0, shared_address(stages),
+              read_once_policy()};
+    ring.open();
+    ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);
+    if (p.window_end > p.window_begin) load_window_queries(a, p, s);  // they will be wanted later
+    wait_for_queries();
+    History state;
+    state.open(a, p);
+    // Positions that every row sees need no masks, those that no row sees are left out.
+    const int first = p.first + p.row_block * ROWS / a.group;
+    const int last = p.first + (p.row_block * ROWS + p.rows - 1) / a.group;
+    int oldest = first - a.sliding + 1, all_oldest = last - a.sliding + 1;
+    if (oldest < a.sink) oldest = a.sink;
+    if (all_oldest < a.sink) all_oldest = a.sink;
+    int stage = 0;
+    for (int i = 0; i < ring.count; i++) {
+        wait_copies<STAGES - 2>();
+        __syncwarp();
+        ring.fetch(i + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+        const int chunk = ring.first + i * WARPS, tiles = Ring::tiles_of(chunk);
+        int start = Ring::position_of(chunk);
+        const u8* packed = stages + stage * STAGE_BYTES;
+        Grids& grids = s.grids[warp];
+        if (STAGED_GRIDS) state.stage_grids(grids, packed);
+        if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
+            UNROLL for (int tile = 0; tile < CHUNK; tile++)
+                if (TILES_PER_PAGE % CHUNK == 0 || tile < tiles)
+                    state.template read<false>(packed, grids, tile, start + tile * TILE, a.soft_cap);
+        } else {
+            for (int tile = 0; tile < tiles; tile++, start += TILE)
+                if (start + TILE > oldest && start <= last - a.recent)
+                    state.template read<true>(packed, grids, tile, start, a.soft_cap);
+        }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    wait_copies<0>();
+    state.finish(s);
+}

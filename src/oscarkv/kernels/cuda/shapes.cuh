@@ -1,0 +1,50 @@
+// Sizes, arguments and shared memory of the decode kernels, and small helpers.
+
+constexpr int ROWS = 4 * ROW_GROUPS;
+constexpr int COLUMN_TILES = (ROW_GROUPS + 1) / 2;
+constexpr int THREADS = 32 * WARPS;
+constexpr int TILES_PER_PAGE = PAGE / TILE;
+constexpr int CHUNKS_PER_PAGE = (TILES_PER_PAGE + CHUNK - 1) / CHUNK;  // the last may be shorter
+constexpr int CODE_BYTES = TILE * 4 * WORDS;  // of a tile, one side
+constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
+constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
+constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
+constexpr int WINDOW_COST = (72 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, and slower
+constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
+constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
+constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
+constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
+constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
+constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
+constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
+constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
+constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
+constexpr float WEIGHT_LIMIT = 4096.0f;  // p s above this (float16 ends at 65504) moves m
+
+struct Arguments {
+    const u16* q;
+    u16* out;
+    const u8* history;
+    const u16* window;
+    const int* seq_lens;
+    const int* query_start;
+    const int* history_table;
+    const int* window_table;
+    int* schedule;
+    int* arrivals;
+    int* tickets;
+    float* partial;
+    void* queries;
+    const float* query_matrix;
+    const float* key_mean;
+    const float* value_inverse;
+    const float* value_mean;
+    const int* exponents;
+    i64 q_token, q_head, out_token, out_head;  // strides in elements
+    i64 history_page, history_head;            // in bytes
+    i64 window_page, window_head;              // in elements
+    int history_columns, window_columns;
+    int batch, kv_heads, group, row_blocks, sink, recent, sliding;
+    float scale, soft_cap;
+    u32 one;
+};
