@@ -20,8 +20,7 @@ struct Shared {
     float history[ROWS][STRIDE], window[ROWS][STRIDE];  // sums of values
     float warp_m[WARPS][ROWS], warp_l[WARPS][ROWS], warp_lo[WARPS][ROWS][GROUPS];
     float m[2][ROWS], l[2][ROWS];         // history, windows
-    float lo[ROWS][GROUPS], rescale[2 * ROWS];
-    int begins[2 * ROWS], ends[2 * ROWS];
+    float lo[ROWS][GROUPS];
     u32 schedule[HEADER + (FACTS + 2) * SCHEDULED];  // of a small batch
     int last, next;
 };

@@ -43,7 +43,8 @@ oscar_decode(const __grid_constant__ Arguments a) {
     const int parts = plan.parts;
     int index = blockIdx.x;
     ROLLED while (index < parts) {
-        if (threadIdx.x == 0) s.next = gridDim.x + atomicAdd(a.tickets, 1);
+        if (threadIdx.x == 0)  // usually there is one part for each block
+            s.next = parts > (int)gridDim.x ? gridDim.x + atomicAdd(a.tickets, 1) : parts;
         int b = 0, high = a.batch - 1;  // the last sequence that begins at or before this part
         while (b < high) {
             const int middle = (b + high + 1) / 2;
@@ -123,7 +124,7 @@ oscar_decode(const __grid_constant__ Arguments a) {
         __syncthreads();
     }
     wait_for_queries();  // no launch after this one may overtake oscar_queries
-    if (threadIdx.x == 0 && atomicAdd(a.tickets + 1, 1) == (int)gridDim.x - 1) {
+    if (threadIdx.x == 0 && parts > (int)gridDim.x
+        && atomicAdd(a.tickets + 1, 1) == (int)gridDim.x - 1)
         a.tickets[0] = a.tickets[1] = 0;  // every block has taken its last: ready for the next launch
-    }
 }

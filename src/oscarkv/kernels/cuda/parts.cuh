@@ -41,87 +41,76 @@ DEVICE void write_partial(float* record, const Shared& s) {
     }
 }
 
-// Add up what the parts of one pair left, in records first, first + 1, ...
+// Add up what the parts of one pair left, in records first, first + 1, ... Warp w takes parts w,
+// w + WARPS, ..., several at a time so that their loads overlap; then the warps are added up.
 DEVICE void merge_parts(const Arguments& a, int first, int parts, Shared& s) {
-    constexpr int KINDS = 2 * ROWS;  // (kind, row)
-    constexpr int MOST = WORK_BYTES / (8 * KINDS);  // parts at a time
-    constexpr int AT_ONCE = 16;  // loads on their way
-    float (*m)[KINDS] = (float(*)[KINDS])s.work;  // of the parts at hand; then their factors
-    float (*l)[KINDS] = m + MOST;
+    constexpr int ROW_QUADS = HEAD_DIM / 4, QUADS = ROWS * ROW_QUADS;
+    constexpr int EACH = (QUADS + 31) / 32;  // of a lane
+    constexpr int AT_ONCE = EACH < 16 ? 16 / EACH : 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    ROLLED for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS)
-        (i < ROWS * HEAD_DIM ? s.history : s.window)[i / HEAD_DIM % ROWS][i % HEAD_DIM] = 0;
-    ROLLED for (int i = threadIdx.x; i < KINDS; i += THREADS) {
-        s.m[i / ROWS][i % ROWS] = NOTHING;
-        s.l[i / ROWS][i % ROWS] = 0;
+    float* buffer = (float*)s.work;  // [WARPS][ROWS][HEAD_DIM]
+    ROLLED for (int kind = 0; kind < 2; kind++) {
+        Float4 sum[EACH];
+        float m[EACH], l[EACH];
+        UNROLL for (int e = 0; e < EACH; e++) {
+            sum[e] = {0, 0, 0, 0};
+            m[e] = NOTHING;
+            l[e] = 0;
+        }
+        ROLLED for (int base = warp; base < parts; base += WARPS * AT_ONCE) {
+            Float4 x[AT_ONCE][EACH];
+            float part_m[AT_ONCE][EACH], part_l[AT_ONCE][EACH];
+            UNROLL for (int j = 0; j < AT_ONCE; j++) {
+                const int part = base + j * WARPS;
+                const float* record = record_of(a, first + (part < parts ? part : base));
+                UNROLL for (int e = 0; e < EACH; e++) {
+                    int quad = lane + 32 * e;
+                    if (QUADS % 32 && quad >= QUADS) quad = 0;
+                    const int row = kind * ROWS + quad / ROW_QUADS;
+                    part_m[j][e] = load_fresh(record + 2 * row);
+                    part_l[j][e] = part < parts ? load_fresh(record + 2 * row + 1) : 0.0f;
+                    x[j][e] = load_fresh_quad(record + 4 * ROWS + 4 * (kind * QUADS + quad));
+                }
+            }
+            UNROLL for (int j = 0; j < AT_ONCE; j++) {
+                UNROLL for (int e = 0; e < EACH; e++) {
+                    if (!(part_l[j][e] > 0)) continue;  // nothing of this kind: x may be anything
+                    const float top = fmaxf(m[e], part_m[j][e]);
+                    const float before = exp2_approx(m[e] - top), now = exp2_approx(part_m[j][e] - top);
+                    m[e] = top;
+                    l[e] = l[e] * before + part_l[j][e] * now;
+                    sum[e].x = sum[e].x * before + x[j][e].x * now;
+                    sum[e].y = sum[e].y * before + x[j][e].y * now;
+                    sum[e].z = sum[e].z * before + x[j][e].z * now;
+                    sum[e].w = sum[e].w * before + x[j][e].w * now;
+                }
+            }
+        }
+        UNROLL for (int e = 0; e < EACH; e++) {
+            const int quad = lane + 32 * e;
+            if (QUADS % 32 && quad >= QUADS) continue;
+            *(Float4*)&buffer[warp * ROWS * HEAD_DIM + 4 * quad] = sum[e];
+            if (quad % ROW_QUADS == 0) {
+                s.warp_m[warp][quad / ROW_QUADS] = m[e];
+                s.warp_l[warp][quad / ROW_QUADS] = l[e];
+            }
+        }
+        __syncthreads();
+        ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+            const int r = i / HEAD_DIM;
+            float top = NOTHING, total = 0, weight = 0;
+            UNROLL for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
+            UNROLL for (int w = 0; w < WARPS; w++) {
+                const float factor = exp2_approx(s.warp_m[w][r] - top);
+                weight += s.warp_l[w][r] * factor;
+                total += buffer[w * ROWS * HEAD_DIM + i] * factor;
+            }
+            (kind ? s.window : s.history)[r][i % HEAD_DIM] = total;
+            if (i % HEAD_DIM == 0) {
+                s.m[kind][r] = top;
+                s.l[kind][r] = weight;
+            }
+        }
+        __syncthreads();
     }
-    ROLLED for (int base = 0; base < parts; base += MOST) {
-        const int count = parts - base < MOST ? parts - base : MOST;
-        __syncthreads();
-        ROLLED for (int i = threadIdx.x; i < count * KINDS; i += THREADS) {
-            const float* record = record_of(a, first + base + i / KINDS) + 2 * (i % KINDS);
-            m[i / KINDS][i % KINDS] = load_fresh(record);
-            l[i / KINDS][i % KINDS] = load_fresh(record + 1);
-        }
-        __syncthreads();
-        ROLLED for (int i = warp; i < KINDS; i += WARPS) {
-            float& row_m = s.m[i / ROWS][i % ROWS];
-            float& row_l = s.l[i / ROWS][i % ROWS];
-            float top = row_m, sum = 0;
-            int begin = count, end = 0;  // of the parts that have anything of this kind
-            ROLLED for (int part = lane; part < count; part += 32) {
-                top = fmaxf(top, m[part][i]);
-                if (l[part][i] > 0) {
-                    if (begin == count) begin = part;
-                    end = part + 1;
-                }
-            }
-            top = warp_max(top);
-            begin = __reduce_min_sync(ALL, begin);
-            end = __reduce_max_sync(ALL, end);
-            ROLLED for (int part = lane; part < count; part += 32) {
-                const float factor = l[part][i] > 0 ? exp2_approx(m[part][i] - top) : 0.0f;
-                sum += l[part][i] * factor;
-                m[part][i] = factor;
-            }
-            sum = warp_sum(sum);
-            if (lane == 0) {
-                s.rescale[i] = exp2_approx(row_m - top);  // of what was added before
-                s.begins[i] = begin;
-                s.ends[i] = end;
-                row_l = row_l * exp2_approx(row_m - top) + sum;
-                row_m = top;
-            }
-        }
-        __syncthreads();
-        constexpr int QUADS = ROWS * HEAD_DIM / 4;
-        ROLLED for (int i = threadIdx.x; i < 2 * QUADS; i += THREADS) {
-            const int kind = i / QUADS, row = i / (HEAD_DIM / 4), end = s.ends[row];
-            int part = s.begins[row];
-            Float4 sum = {0, 0, 0, 0};
-            ROLLED for (; part < end; part += AT_ONCE) {
-                Float4 x[AT_ONCE];
-                UNROLL for (int j = 0; j < AT_ONCE; j++) {
-                    const int index = part + j < end ? part + j : part;
-                    x[j] = load_fresh_quad(record_of(a, first + base + index) + 2 * KINDS + 4 * i);
-                }
-                UNROLL for (int j = 0; j < AT_ONCE; j++) {
-                    const float factor = part + j < end ? m[part + j][row] : 0.0f;
-                    if (factor > 0) {  // what is not there may be anything
-                        sum.x += factor * x[j].x;
-                        sum.y += factor * x[j].y;
-                        sum.z += factor * x[j].z;
-                        sum.w += factor * x[j].w;
-                    }
-                }
-            }
-            float* to = (kind ? s.window : s.history)[row % ROWS] + 4 * (i % (HEAD_DIM / 4));
-            const float before = base > 0 ? s.rescale[row] : 0.0f;
-            to[0] = to[0] * before + sum.x;
-            to[1] = to[1] * before + sum.y;
-            to[2] = to[2] * before + sum.z;
-            to[3] = to[3] * before + sum.w;
-        }
-    }
-    __syncthreads();
 }

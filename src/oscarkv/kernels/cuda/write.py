@@ -1,0 +1,251 @@
+"""Host side of write.cu: which variant, the transforms in the order of its fragments, its launch."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oscarkv.kernels.cuda.launch import load, variant
+from oscarkv.kernels.interface import LayerCache
+from oscarkv.kernels.rows import bases
+
+PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
+#: Up to so many tokens, many small warps; from there on, large ones.
+FEW_TOKENS = 1024
+#: A transform up to this size is held in shared memory, by two blocks at a time.
+SHARED_MATRIX_BYTES = 96 * 1024
+#: The largest number of a matrix or row becomes 2^13 .. 2^14 before it is split into two float16.
+TOP_EXPONENT = 13
+_POINTERS = "k v history window history_slots window_slots matrices means scales".split()
+_STRIDES = (
+    "k_token k_head v_token v_head history_page history_head window_page window_head"
+).split()
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of write.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+        ("tokens", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+    ]
+
+
+def unsupported(layer: LayerCache, *rows: Tensor) -> str | None:
+    """Why the kernel does not take this layer and these keys and values, or None."""
+    layout, codecs = layer.layout, (layer.key_codec, layer.value_codec)
+    if (layout.key_bits, layout.value_bits) != (2, 2):
+        return f"{layout.key_bits} and {layout.value_bits} bits"
+    if any(codec.fit != "least-squares" for codec in codecs):
+        return f"fit {layer.key_codec.fit}"
+    if layer.transforms.metric is not None:
+        return "metric rounding"
+    if layout.head_dim > 256 or layout.head_dim % 16:
+        return f"head_dim {layout.head_dim}"
+    words = layout.head_dim // 16
+    if layout.groups > 1 and (words not in (4, 8, 16) or layout.groups not in (2, 4, 8) or 2 * layout.groups > words):
+        return f"{layout.groups} groups of head_dim {layout.head_dim}"
+    for x in rows:
+        if x.dtype not in (torch.bfloat16, torch.float16) or layer.window.dtype != x.dtype:
+            return f"{x.dtype} with windows in {layer.window.dtype}"
+        strides = [x.stride(i) for i in range(2) if x.shape[i] > 1]
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in strides):
+            return "rows that do not start at multiples of 16 bytes"
+    return None
+
+
+@dataclass(frozen=True)
+class WriteGeometry:
+    """What a variant of the kernel is compiled for."""
+
+    head_dim: int
+    groups: int
+    parameters: str
+    page_size: int
+    bfloat16: bool
+    key_gain: int  # quarters
+    value_gain: int
+    folded: bool
+    many: bool  # tokens
+
+    @classmethod
+    def of(cls, k: Tensor, layer: LayerCache) -> WriteGeometry:
+        layout = layer.layout
+        return cls(
+            layout.head_dim,
+            layout.groups,
+            layout.parameter_format,
+            layout.page_size,
+            k.dtype == torch.bfloat16,
+            round(4 * layer.key_codec.gain),
+            round(4 * layer.value_codec.gain),
+            layer.transforms.value is None,
+            k.shape[0] > FEW_TOKENS,
+        )
+
+    @property
+    def token_tiles(self) -> int:
+        return 2 if self.many else 1
+
+    @property
+    def warps(self) -> int:
+        return 8 if self.many else 4
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """For which registers are kept: 128 a thread, or up to 255."""
+        return 2 if self.many and self.head_dim <= 128 else 1
+
+    @property
+    def matrix_bytes(self) -> int:
+        return 16 * 32 * 2 * _tiles(self.head_dim) * -(-self.head_dim // 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.matrix_bytes if self.matrix_bytes <= SHARED_MATRIX_BYTES else 0
+
+    def macros(self) -> dict[str, int]:
+        return {
+            "HEAD_DIM": self.head_dim,
+            "GROUPS": self.groups,
+            "PARAMETERS": PARAMETER_CODES[self.parameters],
+            "PAGE": self.page_size,
+            "BF16": int(self.bfloat16),
+            "TOKEN_TILES": self.token_tiles,
+            "WARPS": self.warps,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "MATRIX_SHARED": int(self.shared_bytes > 0),
+            "KEY_GAIN": self.key_gain,
+            "VALUE_GAIN": self.value_gain,
+            "FOLDED": int(self.folded),
+        }
+
+
+class WriteKernel:
+    """One variant on one device."""
+
+    def __init__(self, geometry: WriteGeometry, device: torch.device) -> None:
+        self.geometry = geometry
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        (self._kernel,) = load(
+            "write.cu",
+            (("oscar_write", geometry.shared_bytes),),
+            variant(geometry.macros()),
+            index,
+        )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._resident = processors * (2 if geometry.many or geometry.shared_bytes else 1)
+
+    def run(
+        self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
+    ) -> None:
+        history_slots, window_slots = history_slots.contiguous(), window_slots.contiguous()
+        arguments = arguments_of(k, v, history_slots, window_slots, layer)
+        grid = self.grid(k.shape[0], layer.kv_heads)
+        self._kernel.launch(grid, 32 * self.geometry.warps, arguments)
+
+    def grid(self, tokens: int, heads: int) -> tuple[int, int, int]:
+        """Not more blocks than are at work at a time, if possible: each fetches its matrix once."""
+        step = 8 * self.geometry.token_tiles * self.geometry.warps
+        blocks = -(-tokens // step)
+        most = max(1, self._resident // (2 * heads))
+        each = -(-blocks // most)  # steps of a block
+        return -(-blocks // each), heads, 2
+
+
+def arguments_of(
+    k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
+) -> Arguments:
+    matrices, means, scales = _constants(layer)
+    history, window = layer.history, layer.window
+    return Arguments(
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        history=history.data_ptr(),
+        window=window.data_ptr(),
+        history_slots=history_slots.data_ptr(),
+        window_slots=window_slots.data_ptr(),
+        matrices=matrices.data_ptr(),
+        means=means.data_ptr(),
+        scales=scales.data_ptr(),
+        k_token=k.stride(0),
+        k_head=k.stride(1),
+        v_token=v.stride(0),
+        v_head=v.stride(1),
+        history_page=history.stride(0),
+        history_head=history.stride(1),
+        window_page=window.stride(0),
+        window_head=window.stride(1),
+        tokens=k.shape[0],
+        kv_heads=layer.kv_heads,
+    )
+
+
+# -- constants of a layer --------------------------------------------------------------------------
+
+
+def _constants(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
+    """Fragments of the matrices, means [sides, H, d], scales [2, 2, H]: see write.cu."""
+    memo, transforms = layer.memo, layer.transforms
+    if "cuda_write_matrices" not in memo:
+        matrices, means = [transforms.key], [transforms.key_mean]
+        if transforms.value is not None and transforms.value_mean is not None:
+            matrices.append(transforms.value)
+            means.append(transforms.value_mean)
+        fragments, unscale = _fragments(torch.stack(matrices))
+        scales = torch.ones(2, 2, layer.kv_heads, device=unscale.device)
+        scales[0, : len(matrices)] = unscale
+        scales[1] = bases(layer)
+        memo["cuda_write_matrices"] = fragments
+        memo["cuda_write_means"] = torch.stack(means).float().contiguous()
+        memo["cuda_write_scales"] = scales
+    return memo["cuda_write_matrices"], memo["cuda_write_means"], memo["cuda_write_scales"]
+
+
+def _tiles(head_dim: int) -> int:
+    """Tiles of 8 output columns: the words of a row, padded to 4, 8 or 16, times two."""
+    words = head_dim // 16
+    return 2 * (4 if words <= 4 else 8 if words <= 8 else 16)
+
+
+def _fragments(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices [..., d, d] -> float16 [..., chunks, tiles, 2 steps, 32 lanes, 8] and what their
+    product is to be multiplied with, [...].
+
+    A lane's eight numbers are its B fragment of `mma.m16n8k16` (rows k0, k0 + 1, k1, k1 + 1), of
+    the matrix's high parts and of its low parts.
+    """
+    dim, device = matrices.shape[-1], matrices.device
+    rows, columns = (index.to(device) for index in _order(dim))  # -1: zero
+    top = matrices.abs().amax((-2, -1)).double().clamp_min(2.0**-100)
+    exponent = torch.floor(torch.log2(top)) - TOP_EXPONENT
+    scaled = matrices.double() * torch.exp2(-exponent)[..., None, None]
+    padded = torch.nn.functional.pad(scaled, (0, 1, 0, 1))  # index -1: the zeros
+    taken = padded[..., rows, columns]  # [..., chunks, tiles, steps, lanes, 4]
+    high = taken.half()
+    low = (taken - high.double()).half()
+    return torch.cat([high, low], -1).contiguous(), torch.exp2(exponent).float()
+
+
+def _order(dim: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each number of the fragments, [chunks, tiles, 2, 32, 4]; -1 beyond."""
+    words, tiles = dim // 16, _tiles(dim)
+    lane_words = tiles // 8
+    chunk = torch.arange(-(-dim // 32)).view(-1, 1, 1, 1, 1)
+    tile = torch.arange(tiles).view(-1, 1, 1, 1)
+    step = torch.arange(2).view(-1, 1, 1)
+    lane = torch.arange(32).view(-1, 1)
+    place = torch.arange(4)  # b0: two rows, b1: two rows
+    g, t = lane // 4, lane % 4
+    row = 32 * chunk + 8 * t + 4 * step + place
+    q = 2 * tile + g % 2
+    word = g // 2 * lane_words + q % lane_words
+    column = torch.where(word < words, q // lane_words * words + word, -1)
+    row = torch.where(row < dim, row, -1)
+    row, column = torch.broadcast_tensors(row, column)
+    return row.contiguous(), column.contiguous()
