@@ -82,8 +82,67 @@ def layers() -> None:
     save(figure, "layers.svg")
 
 
+SLOTS = ("#2f6f9f", "#e3a857", "#6aa37a", "#a5709f")  # of a byte, from its lowest bits up
+ZERO = "#eeeeee"
+
+
+def kernels() -> None:
+    """How a packed word becomes registers of the matrix units: keys on the left, values right."""
+    figure, axes = plt.subplots(figsize=(11, 5.6))
+
+    def register(
+        x: float, y: float, fields: list[int | None], texts: list[str], at: float = 0.5
+    ) -> None:
+        """Sixteen fields of 2 bits, the lowest on the right; `None`: zero. A text for each byte
+        or half, `at` its width from the left."""
+        for field, slot in enumerate(fields):
+            color = ZERO if slot is None else SLOTS[slot]
+            place = (x + 15 - field, y)
+            axes.add_patch(plt.Rectangle(place, 1, 1, facecolor=color, edgecolor="white"))
+        width = 16 / len(texts)
+        for part, text in enumerate(texts):
+            axes.text(x + width * (part + at), y + 0.5, text, ha="center", va="center", fontsize=9)
+            if part:
+                axes.plot([x + width * part] * 2, [y - 0.1, y + 1.1], color="#333333", lw=1.2)
+
+    def note(x: float, y: float, text: str, **style: object) -> None:
+        axes.text(x, y, text, va="center", **{"fontsize": 10, **style})
+
+    word = [0, 1, 2, 3] * 4
+    note(0, 12.7, "keys: bytes", fontsize=12, weight="bold")
+    note(0, 11.9, "one word of a token: 16 codes, four to a byte")
+    register(0, 9.8, word, [""] * 4)
+    for slot in range(4):
+        y = 7.4 - 1.7 * slot
+        register(0, y, [None, None, None, slot] * 4, ["64 c"] * 4, at=0.62)
+        steps = ("× 64, AND", "× 16, AND", "× 4, AND", "AND")[slot]
+        note(16.4, y + 0.5, steps)
+    note(0, 9.1, "four registers of four bytes: AND 0xc0c0c0c0")
+    note(0, 1.1, "A operand of m16n8k32, unsigned bytes × signed bytes")
+
+    left = 24.0
+    note(left, 12.7, "values: halves", fontsize=12, weight="bold")
+    note(left, 11.9, "the same half word of two tokens, put together by one byte permute")
+    register(left, 9.8, word, [""] * 2)
+    note(left + 4, 11.15, "token 2t + 1", ha="center", fontsize=9)
+    note(left + 12, 11.15, "token 2t", ha="center", fontsize=9)
+    for slot in range(4):
+        y = 7.4 - 1.7 * slot
+        half = [slot if field == slot else None for field in range(8)]
+        label = rf"c $4^{slot}\,2^{{-24}}$"
+        register(left, y, half * 2, [label] * 2, at=0.25)
+        note(left + 16.4, y + 0.5, f"AND 0x{0x00030003 << 2 * slot:08x}")
+    note(left, 9.1, "slots 0 to 3, one AND each; after one shift by 8, slots 4 to 7")
+    note(left, 1.1, "A operand of m16n8k16: each half a float16 subnormal, exact")
+    axes.set_xlim(-0.3, 46)
+    axes.set_ylim(0.6, 13.2)
+    axes.axis("off")
+    save(figure, "kernels.svg")
+
+
 if __name__ == "__main__":
     (DOCS / "pictures").mkdir(exist_ok=True)
     windows()
     fidelity()
     layers()
+    kernels()
