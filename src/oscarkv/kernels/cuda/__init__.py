@@ -1,4 +1,4 @@
-"""The fastest backend: CUDA C++, compiled at first use with NVRTC (sm_80 and newer, tuned on sm_90).
+"""The fastest backend: CUDA C++, compiled at first use (sm_80 and newer, tuned on sm_90).
 
 `*.cu` are the kernels, the Python file of the same name launches them, `compile.py` and `launch.py`
 are all the machinery there is. Importing this package imports nothing heavy.

@@ -1,6 +1,6 @@
 // What every kernel of oscarkv shares: types, PTX in plain integers, the packed format's geometry.
 //
-// Compiled by NVRTC without any header. A variant is fixed by macros (see variants.py):
+// Compiled by NVRTC without any header. A variant is fixed by macros (see decode.py and write.py):
 //   HEAD_DIM, GROUPS, PARAMETERS (0 fp16, 1 log8, 2 log8-symmetric), PAGE (tokens of a history
 //   page), BF16 (1: activations are bfloat16, 0: float16), and those named in each file.
 

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def compile_source(name: str, macros: Mapping[str, int], arch: str) -> bytes:
         code = Program(_source(name), "c++", options).compile("cubin").code
     except Exception as error:  # cuda-core raises its own classes, and NVRTC's log is the message
         listed = " ".join(f"{key}={value}" for key, value in macros.items())
-        raise CompileError(f"NVRTC could not compile {name} for {arch} ({listed}): {error}") from error
+        raise CompileError(
+            f"NVRTC could not compile {name} for {arch} ({listed}): {error}"
+        ) from error
     assert isinstance(code, bytes)
     return code
 
@@ -63,15 +66,11 @@ def compile_source(name: str, macros: Mapping[str, int], arch: str) -> bytes:
 def compiled(name: str, macros: Mapping[str, int], arch: str) -> bytes:
     """As `compile_source`, from the disk cache where it has it."""
     path = cache_folder() / f"{Path(name).stem}-{arch}-{_digest(name, macros, arch)}.cubin"
-    try:
+    with suppress(OSError):
         return path.read_bytes()
-    except OSError:
-        pass
     code = compile_source(name, macros, arch)
-    try:
+    with suppress(OSError):  # a read-only home costs time at the next start, nothing else
         _write_atomically(path, code)
-    except OSError:  # a read-only home costs time at the next start, nothing else
-        pass
     return code
 
 

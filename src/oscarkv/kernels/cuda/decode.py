@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from oscarkv.kernels.cuda.launch import load, variant
-from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.interface import LayerCache
+from oscarkv.kernels.plan import Plan
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
@@ -21,8 +21,8 @@ UNLIMITED = 1 << 30
 HALF_TYPES = (torch.bfloat16, torch.float16)
 PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 _POINTERS = (
-    "q out history window seq_lens query_start history_table window_table schedule arrivals tickets "
-    "partial queries query_matrix key_mean value_inverse value_mean exponents"
+    "q out history window seq_lens query_start history_table window_table schedule arrivals "
+    "tickets partial queries query_matrix key_mean value_inverse value_mean exponents"
 ).split()
 _STRIDES = (
     "q_token q_head out_token out_head history_page history_head window_page window_head"

@@ -30,7 +30,7 @@ constexpr int MATRIX_QUADS = CHUNKS * TILES * 2 * 32;  // of one head and side
 constexpr float MAGIC = 12582912.0f;        // 1.5 2^23: adding it rounds to an integer
 constexpr u32 MAGIC_BITS = 0x4b400000u;
 constexpr int STARTS = 3, REFINE_ROUNDS = 3;
-constexpr int STARTS_AT_ONCE = TOKEN_TILES == 1 ? STARTS : 1;  // few warps: hide latencies
+constexpr int STARTS_AT_ONCE = TOKEN_TILES == 1 && HEAD_DIM <= 128 ? STARTS : 1;  // hides latencies
 constexpr u32 PAIR_2044 = 0x67fc67fcu;      // two halves
 static_assert(GROUPS == 1 || EXACT_WORDS, "groups are runs of slots");
 static_assert(GROUP_TILES % 2 == 0, "sums go over 16 columns");
@@ -118,15 +118,15 @@ DEVICE Centered centered(const Quad& raw, const Quad (&mean)[2]) {
             __fsub_rn(high_activation(raw.w), as_float(mean[1].w))};
 }
 
-// Rows of a warp: where they come from, and what of them is wanted.
+// Rows of a warp: where they come from, and where they go to.
 struct Rows {
     const u16* row[TOKEN_TILES];
     int history[TOKEN_TILES], window[TOKEN_TILES];  // slots
-    bool wanted[TOKEN_TILES];
+    bool there[TOKEN_TILES];
 
     DEVICE Quad load(int r, int c) const {
-        const bool there = wanted[r] && (HEAD_DIM % 32 == 0 || c < HEAD_DIM);
-        return there ? load_quad(row[r] + c) : Quad{0, 0, 0, 0};
+        const bool in_row = HEAD_DIM % 32 == 0 || c < HEAD_DIM;
+        return there[r] && in_row ? load_quad(row[r] + c) : Quad{0, 0, 0, 0};
     }
 };
 
@@ -135,7 +135,8 @@ DEVICE void load_mean(Quad (&to)[2], const float* mean, int c) {
     UNROLL for (int i = 0; i < 2; i++) to[i] = there ? load_quad(mean + c + 4 * i) : Quad{0, 0, 0, 0};
 }
 
-DEVICE void multiply(Numbers& x, const Rows& rows, const float* mean, const Quad* matrix, float unscale) {
+DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES][CHUNKS],
+                     const float* mean, const Quad* matrix, float unscale) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     float scale[TOKEN_TILES], back[TOKEN_TILES];
     {
@@ -144,7 +145,7 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const float* mean, const Quad
             Quad m[2];
             load_mean(m, mean, 32 * s + 8 * t);
             UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
-                const Centered d = centered(rows.load(r, 32 * s + 8 * t), m);
+                const Centered d = centered(raw[r][s], m);
                 UNROLL for (int i = 0; i < 8; i++) top[r] = fmaxf(top[r], fabsf(d.x[i]));
             }
         }
@@ -166,7 +167,13 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const float* mean, const Quad
     fetch(0);
     const Quad* b = matrix + lane;
     ROLLED for (int s = 0; s < CHUNKS; s++) {
-        u32 high[2][4] = {}, low[2][4] = {};
+        u32 high[2][4], low[2][4];
+        if (TOKEN_TILES == 1) {  // rows 8 to 15 of A: any numbers, but each in a register of its own
+            UNROLL for (int i = 0; i < 4; i++) {
+                high[1][i] = threadIdx.y + i;
+                low[1][i] = threadIdx.y + 4 + i;
+            }
+        }
         UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
             const Centered d = centered(next[r], next_mean);
             UNROLL for (int i = 0; i < 4; i++) {
@@ -216,7 +223,7 @@ DEVICE void load_numbers(Numbers& x, const Rows& rows) {
         UNROLL for (int tile = 0; tile < TILES; tile++) {
             UNROLL for (int i = 0; i < 2; i++) x[tile][2 * r + i] = 0;
             const int q = 2 * tile, c = q / LANE_WORDS * WORDS + t * LANE_WORDS + q % LANE_WORDS;
-            if (!rows.wanted[r]) continue;
+            if (!rows.there[r]) continue;
             if (LANE_WORDS > 1 && EXACT_WORDS) {
                 const u32 both = *(const u32*)(rows.row[r] + c);
                 x[tile][2 * r] = low_activation(both);
@@ -538,28 +545,30 @@ oscar_write(const __grid_constant__ Arguments a) {
     const i64 stride = side ? a.v_token : a.k_token;
     u8* history = a.history + head * a.history_head;
     u16* window = a.window + head * a.window_head + side * (WINDOW_ROWS * HEAD_DIM);
-    constexpr int STEP = 8 * TOKEN_TILES;
+    constexpr int STEP = 8 * TOKEN_TILES, BLOCK_STEP = WARPS * STEP;
 
-    // Every warp goes round equally often: those without tokens of their own help with nothing.
-    ROLLED for (int start = blockIdx.x * (WARPS * STEP); start < a.tokens; start += gridDim.x * (WARPS * STEP)) {
+    // All warps of a block go round equally often, with tokens of their own or without.
+    ROLLED for (int start = blockIdx.x * BLOCK_STEP; start < a.tokens; start += gridDim.x * BLOCK_STEP) {
         Rows rows;
         bool packed = false;
         UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
             const int token = start + warp * STEP + 8 * r + g;
-            const bool there = token < a.tokens;
-            rows.history[r] = there ? (int)a.history_slots[token] : -1;
-            rows.window[r] = there ? (int)a.window_slots[token] : -1;
+            rows.there[r] = token < a.tokens;
             rows.row[r] = input + token * stride;
-            rows.wanted[r] = rows.history[r] >= 0 || rows.window[r] >= 0;
+            rows.history[r] = rows.there[r] ? (int)a.history_slots[token] : -1;
+            rows.window[r] = rows.there[r] ? (int)a.window_slots[token] : -1;
             packed |= rows.history[r] >= 0;
         }
+        Quad raw[TOKEN_TILES][CHUNKS];
+        UNROLL for (int r = 0; r < TOKEN_TILES; r++)
+            UNROLL for (int s = 0; s < CHUNKS; s++) raw[r][s] = rows.load(r, 32 * s + 8 * t);
         UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
             if (rows.window[r] < 0) continue;
             u16* to = window + rows.window[r] / WINDOW_ROWS * a.window_page
                 + rows.window[r] % WINDOW_ROWS * HEAD_DIM;
             UNROLL for (int s = 0; s < CHUNKS; s++) {
                 const int c = 32 * s + 8 * t;
-                if (HEAD_DIM % 32 == 0 || c < HEAD_DIM) *(Quad*)(to + c) = load_quad(rows.row[r] + c);
+                if (HEAD_DIM % 32 == 0 || c < HEAD_DIM) *(Quad*)(to + c) = raw[r][s];
             }
         }
 #if MATRIX_SHARED
@@ -573,7 +582,7 @@ oscar_write(const __grid_constant__ Arguments a) {
 
         Numbers x;
         if (folded) load_numbers(x, rows);
-        else multiply(x, rows, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
+        else multiply(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
         float halves[TOKEN_TILES][LANE_WORDS][2];
         UNROLL for (int r = 0; r < TOKEN_TILES; r++)
             UNROLL for (int i = 0; i < LANE_WORDS; i++)

@@ -1,4 +1,4 @@
-"""Host side of write.cu: which variant, the transforms in the order of its fragments, its launch."""
+"""Host side of write.cu: which variant, transforms in the order of its fragments, its launch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def unsupported(layer: LayerCache, *rows: Tensor) -> str | None:
+def unsupported(k: Tensor, v: Tensor, layer: LayerCache) -> str | None:
     """Why the kernel does not take this layer and these keys and values, or None."""
     layout, codecs = layer.layout, (layer.key_codec, layer.value_codec)
     if (layout.key_bits, layout.value_bits) != (2, 2):
@@ -48,9 +48,10 @@ def unsupported(layer: LayerCache, *rows: Tensor) -> str | None:
     if layout.head_dim > 256 or layout.head_dim % 16:
         return f"head_dim {layout.head_dim}"
     words = layout.head_dim // 16
-    if layout.groups > 1 and (words not in (4, 8, 16) or layout.groups not in (2, 4, 8) or 2 * layout.groups > words):
+    grouped = words in (4, 8, 16) and layout.groups in (2, 4, 8) and 2 * layout.groups <= words
+    if layout.groups > 1 and not grouped:
         return f"{layout.groups} groups of head_dim {layout.head_dim}"
-    for x in rows:
+    for x in (k, v):
         if x.dtype not in (torch.bfloat16, torch.float16) or layer.window.dtype != x.dtype:
             return f"{x.dtype} with windows in {layer.window.dtype}"
         strides = [x.stride(i) for i in range(2) if x.shape[i] > 1]
@@ -60,7 +61,7 @@ def unsupported(layer: LayerCache, *rows: Tensor) -> str | None:
 
 
 @dataclass(frozen=True)
-class WriteGeometry:
+class Geometry:
     """What a variant of the kernel is compiled for."""
 
     head_dim: int
@@ -74,7 +75,7 @@ class WriteGeometry:
     many: bool  # tokens
 
     @classmethod
-    def of(cls, k: Tensor, layer: LayerCache) -> WriteGeometry:
+    def of(cls, k: Tensor, layer: LayerCache) -> Geometry:
         layout = layer.layout
         return cls(
             layout.head_dim,
@@ -129,7 +130,7 @@ class WriteGeometry:
 class WriteKernel:
     """One variant on one device."""
 
-    def __init__(self, geometry: WriteGeometry, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.geometry = geometry
         index = device.index if device.index is not None else torch.cuda.current_device()
         (self._kernel,) = load(
@@ -139,12 +140,14 @@ class WriteKernel:
             index,
         )
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._resident = processors * (2 if geometry.many or geometry.shared_bytes else 1)
+        self._resident = processors * (2 if geometry.head_dim <= 128 else 1)
 
     def run(
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
     ) -> None:
-        history_slots, window_slots = history_slots.contiguous(), window_slots.contiguous()
+        if not k.shape[0]:
+            return
+        history_slots, window_slots = (x.long().contiguous() for x in (history_slots, window_slots))
         arguments = arguments_of(k, v, history_slots, window_slots, layer)
         grid = self.grid(k.shape[0], layer.kv_heads)
         self._kernel.launch(grid, 32 * self.geometry.warps, arguments)

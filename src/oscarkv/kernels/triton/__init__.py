@@ -1,7 +1,6 @@
 """The portable GPU backend: `write`, `decode` and `prefill` as Triton kernels.
 
     backend.py     the interface of `oscarkv.kernels.interface`
-    plan.py        a step's batch, as the kernels read it
     constants.py   a layer's matrices, in the order in which kernels read packed words
     write.py       transform, fit, pack, scatter; with fit.py (the exact fit) and parameters.py
     decode.py      split-KV attention over packed words; with unpack.py and merge.py

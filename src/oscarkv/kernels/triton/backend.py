@@ -7,8 +7,8 @@ from torch import Tensor
 
 from oscarkv.errors import CacheError
 from oscarkv.kernels.interface import LayerCache
-from oscarkv.kernels.triton.decode import decode
 from oscarkv.kernels.plan import Plan
+from oscarkv.kernels.triton.decode import decode
 from oscarkv.kernels.triton.write import write
 
 

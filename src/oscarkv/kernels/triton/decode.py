@@ -28,10 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from oscarkv.kernels.interface import LayerCache
+from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton import constants
 from oscarkv.kernels.triton.merge import merge
 from oscarkv.kernels.triton.parameters import BYTES, FORMATS, load_grid
-from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.portable import bound, dot
 from oscarkv.kernels.triton.unpack import channel_of, slot_weight, unpack
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from oscarkv.kernels.interface import LayerCache
-from oscarkv.kernels.triton import constants
 from oscarkv.kernels.plan import Plan
+from oscarkv.kernels.triton import constants
 from oscarkv.kernels.triton.portable import bound
 
 #: Rows one program merges where there are plenty of rows; one otherwise.

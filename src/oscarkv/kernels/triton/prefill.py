@@ -29,8 +29,8 @@ from torch import Tensor
 
 from oscarkv.codec.layout import PAGE_QUANTUM, PageLayout, RowLayout
 from oscarkv.kernels.interface import LayerCache
-from oscarkv.kernels.rows import bases
 from oscarkv.kernels.plan import Plan
+from oscarkv.kernels.rows import bases
 from oscarkv.kernels.triton.portable import bound, dot
 from oscarkv.kernels.triton.prefill_history import LOG_SHIFT, column_channels, history_tile
 
