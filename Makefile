@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Some hosts advertise AMX without allowing it; oneDNN's bf16 kernels then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-slow lint setup clean
+.PHONY: demo test test-slow test-gpu lint setup clean
 
 demo: setup
 	$(BIN)/oscarkv demo --output oscarkv-demo.html
@@ -16,6 +16,10 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/pytest -q -m slow --durations=10
+
+# Every test that needs an NVIDIA GPU; without one they are skipped.
+test-gpu: setup
+	$(BIN)/pytest -q -m gpu --durations=10
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+GPU = torch.cuda.is_available() and torch.version.cuda is not None
+if not GPU:  # Triton kernels then run on CPU tensors; read when triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`gpu` tests are skipped without one; with one, `compiled` tests are `gpu` tests too."""
+    for item in items:
+        if GPU and "compiled" in item.keywords:
+            item.add_marker(pytest.mark.gpu)
+        elif not GPU and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU is visible to torch"))
+
 
 @pytest.fixture(autouse=True)
 def one_thread_unless_slow(request: pytest.FixtureRequest) -> None:

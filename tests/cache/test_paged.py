@@ -1,12 +1,16 @@
 """The paged cache, case by case: limits, sharing, cutting back, memory."""
 
+from __future__ import annotations
+
+import array
 import copy
+import time
 
 import pytest
 import torch
 from helpers import Rig, make_layer
 
-from oscarkv.cache import PagedCache
+from oscarkv.cache import PagedCache, paged
 from oscarkv.errors import CacheError
 from oscarkv.kernels.rows import decode_tokens
 from oscarkv.recipe import Recipe
@@ -115,6 +119,74 @@ def test_without_history_only_windows_are_kept() -> None:
     cache.truncate(0, 20)
     assert cache.window_pages.used_pages == 2
     cache.append([1])
+
+
+def count_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every copy to the device from here on."""
+    sent: list[int] = []
+    send = paged._send
+
+    def counted(device: torch.device, *parts: array.array[int]) -> list[torch.Tensor]:
+        sent.append(sum(part.itemsize * len(part) for part in parts))
+        made = send(device, *parts)
+        assert all(tensor.data_ptr() % 16 == made[0].data_ptr() % 16 for tensor in made)
+        return made
+
+    monkeypatch.setattr(paged, "_send", counted)
+    return sent
+
+
+def test_single_tokens_send_their_numbers_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(Recipe(sink=16, recent=32), sequences=2)
+    one.run([600, 500], "prefill")
+    one.cache.append([1, 1])
+    sent = count_sent(monkeypatch)
+    first = one.cache.append([1, 1])
+    for _ in range(40):  # window pages come and go, history pages come
+        step = one.cache.append([1, 1])
+    assert sent == [2 * 2 * 8 + 2 * 4 + 3 * 4] * 41
+    assert step.window_table.data_ptr() == first.window_table.data_ptr()
+    assert step.history_table.data_ptr() == first.history_table.data_ptr()
+    rows = [sequence.windows for sequence in one.cache._sequences]
+    width = len(rows[0])
+    assert step.window_table.tolist() == [row + [0] * (width - len(row)) for row in rows]
+
+
+def test_a_chunk_sends_only_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig()
+    one.run([2000], "prefill")  # tables have room for more
+    one.cache.append([1])
+    sent = count_sent(monkeypatch)
+    step = one.cache.append([160])
+    assert step.history_table.tolist() == [one.cache._sequences[0].history]
+    assert step.window_table.tolist() == [one.cache._sequences[0].windows]
+    assert sent[1:] == [12 * 10]  # ten history pages, and where they go; few windows
+
+
+def test_tables_outlive_inference_mode() -> None:
+    one = rig()
+    with torch.inference_mode():
+        one.cache.append([70])
+    for _ in range(40):
+        step = one.cache.append([1])
+    assert step.history_table.tolist() == [one.cache._sequences[0].history]
+
+
+def test_a_step_at_128k_takes_little_of_python() -> None:
+    layer = make_layer(Recipe(), 16, 1, 64)
+    cache = PagedCache([layer], sink=64, recent=256, page_size=64)
+    cache.add()
+    for _ in range(16):
+        cache.append([8192])
+        cache.trim()
+    times = []
+    for _ in range(100):
+        start = time.perf_counter()
+        cache.append([1])
+        cache.trim()
+        times.append(time.perf_counter() - start)
+    print(f"\nappend at 128K: {1e6 * sorted(times)[50]:.0f} us")
+    assert sorted(times)[10] < 150e-6  # a loaded machine makes some of them slow
 
 
 # -- sharing -------------------------------------------------------------------------------------

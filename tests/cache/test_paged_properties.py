@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from oscarkv.cache import Step
 from oscarkv.cache.paged import ROLLBACK_TOKENS
 from oscarkv.kernels.rows import decode_tokens, encode_tokens
 from oscarkv.recipe import Recipe
@@ -54,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = [(list(s.history), s.length) for s in self.cache._sequences]
         self.rig.record = [(torch.empty(0, 1, 16),) * 2 for _ in self.models]
         _, k, v = self.rig.tokens(sum(new))
-        self.rig.write(new, k, v)
+        self.check_tables(self.rig.write(new, k, v), new)
         start = 0
         for model, count, (pages, length), sequence in zip(
             self.models, new, before, self.cache._sequences, strict=True
@@ -68,6 +69,20 @@ class CacheMachine(RuleBasedStateMachine):
                 continue
             model.safe = length if count <= ROLLBACK_TOKENS else length + count
             self.check_windows_were_dropped(sequence.windows, length)
+
+    def check_tables(self, step: Step, new: list[int]) -> None:
+        """The device has what the lists say, whatever was sent when."""
+        sequences = self.cache._sequences
+        for table, rows in (
+            (step.history_table, [s.history for s in sequences]),
+            (step.window_table, [s.windows for s in sequences]),
+        ):
+            width = max((len(row) for row in rows), default=0)
+            assert table.tolist() == [row + [0] * (width - len(row)) for row in rows]
+            assert table.dtype == torch.int32
+        assert step.seq_lens.tolist() == [s.length for s in sequences]
+        assert step.query_start_loc.diff().tolist() == new
+        assert step.max_query_len == max(new, default=0)
 
     def check_windows_were_dropped(self, windows: list[int], length: int) -> None:
         """Between the sink and what a query at `length` reads, no page is held."""

@@ -11,6 +11,7 @@ from commandline import Run
 
 from oscarkv.artifact import load_artifact
 from oscarkv.cli import evaluate
+from oscarkv.kernels.torch_backend import TorchBackend
 
 
 def test_help_is_quick() -> None:
@@ -80,7 +81,7 @@ def test_generate(run: Run, tiny: Path, artifact: Path, other_text: Path, tmp_pa
     assert result.exit_code == 0, result.output
     assert "bits per element" in result.stderr
 
-    both = run(*arguments, "--max-new-tokens", 8, "--compare").stdout
+    both = run(*arguments, "--max-new-tokens", 8, "--compare", "--backend", "torch").stdout
     assert "full precision" in both
     assert "16.00 bits per element" in both
     assert "first difference at new token" in both or "the same 8 tokens" in both
@@ -124,10 +125,40 @@ def test_fidelity_warns_about_its_own_text(
 ) -> None:
     result = run(
         "eval", "fidelity", tiny, "--text", text, "--artifact", artifact, "--length", 640,
-        "--windows", 1, "--no-strict",
+        "--windows", 1, "--no-strict", "--backend", "torch",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "the same text" in result.stderr
+
+
+def test_backends_reach_the_cache(
+    run: Run,
+    tiny: Path,
+    artifact: Path,
+    other_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from oscarkv.integrations.transformers import cache
+
+    asked = []
+
+    def record(name: str, device: object) -> TorchBackend:
+        asked.append(name)
+        return TorchBackend()
+
+    monkeypatch.setattr(cache, "get_backend", record)
+    prompt = other_text.read_text()[:400]
+    for backend in ("torch", "auto"):
+        chosen = ("--artifact", artifact, "--backend", backend)
+        result = run("generate", tiny, "--prompt", prompt, "--max-new-tokens", 2, *chosen)
+        assert result.exit_code == 0, result.output
+        assert set(asked) == {backend}
+        result = run("eval", "fidelity", tiny, "--text", other_text, "--length", 640,
+                     "--windows", 1, *chosen)  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert set(asked) == {backend}
+        assert len(asked) > 2
+        asked.clear()
 
 
 def test_collapsed_recipes_are_marked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,7 @@ def test_generate_refusals(refuses: Refuses, tiny: Path, artifact: Path, tmp_pat
     line = refuses(*base, "--prompt", "x" * 1000, "--max-new-tokens", 100)
     assert all(number in line for number in ("1000", "100", "1100", str(CONTEXT)))
     assert "no chat template" in refuses(*base, "--prompt", "a", "--chat")
+    assert "unknown backend 'abacus'" in refuses(*base, "--prompt", "a", "--backend", "abacus")
     other = save_tiny_model(tmp_path / "other", layers=3)
     assert "layers 2" in refuses("generate", other, "--artifact", artifact, "--prompt", "a" * 9)
 
@@ -98,10 +99,27 @@ def test_fidelity_refusals(
     assert "--calibration-text" in line
     assert "no directory" in refuses(*with_artifact, "--json", tmp_path / "no" / "x.json")
     assert "does not exist" in refuses(*base, "--artifact", tmp_path / "none.safetensors")
+    assert "unknown backend 'abacus'" in refuses(*with_artifact, "--backend", "abacus")
     assert f"context of {CONTEXT}" in refuses(*with_artifact, "--length", 4096)
-    assert "are scored" in refuses(*with_artifact, "--length", 512)
+    assert "are scored" in refuses(*with_artifact, "--length", 513)
     assert "windows of 640" in refuses(*with_artifact, "--length", 640, "--windows", 50)
     assert not list(tmp_path.iterdir())
+
+
+def test_unusable_backends_are_refused_before_the_model_is_loaded(
+    refuses: Refuses, artifact: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("oscarkv.cli.options.load", never)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    chosen = ("--artifact", artifact, "--backend")
+    for backend in ("cuda", "triton"):
+        line = refuses("generate", "m", "--prompt", "a", *chosen, backend)
+        assert f"the {backend} backend cannot run here" in line
+        line = refuses("eval", "fidelity", "m", "--text", text, *chosen, backend)
+        assert f"the {backend} backend cannot run here" in line
 
 
 def test_demo_needs_matplotlib(

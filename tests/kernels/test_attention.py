@@ -192,7 +192,7 @@ def test_backends_by_name() -> None:
     assert "torch" in available_backends()
     assert get_backend().name == available_backends()[0]
     assert get_backend("torch") is not get_backend("torch")
-    with pytest.raises(OscarError, match="unknown backend 'cudnn'; available"):
+    with pytest.raises(OscarError, match="unknown backend 'cudnn'; known: auto, cuda"):
         get_backend("cudnn")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Rig, make_layer, relative_error
-from kernels.triton_helpers import moved
+from kernels.triton_helpers import COMPILED, moved
 
 from oscarkv.errors import CacheError
 from oscarkv.kernels import LayerCache
@@ -17,7 +17,7 @@ from oscarkv.kernels.triton import unusable_reason
 from oscarkv.kernels.triton.backend import TritonBackend
 
 SMALL = Recipe(sink=4, recent=8)
-BOUND = 1e-4
+BOUND = 1e-3 if torch.cuda.is_available() else 1e-4  # matrix units have 11 bits, and add otherwise
 GROUPED_BOUND = 2e-3  # with several groups, numbers have 11 bits
 
 
@@ -78,7 +78,7 @@ def error(
 # -- geometries ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, COMPILED(80), 96, COMPILED(128), 192, 256])
 def test_every_head_dim(head_dim: int, device: torch.device) -> None:
     one = rig(head_dim=head_dim, kv_heads=1)
     one.write([60], *one.tokens(60)[1:])
@@ -100,7 +100,7 @@ def test_every_gqa_ratio(group: int, device: torch.device) -> None:
         ((3, 3), "log8-symmetric", None),
         ((4, 3), "fp16", None),
         ((2, 2), "log8-symmetric", 64),
-        ((3, 2), "log8", 32),
+        COMPILED((3, 2), "log8", 32),
         ((4, 4), "fp16", 64),
     ],
 )
@@ -125,14 +125,14 @@ def test_dtypes_of_queries_and_windows(dtype, window_dtype, device: torch.device
     layer.window = layer.window.to(window_dtype)
     one = Rig(layer, 2)
     one.write([40], *one.tokens(40)[1:])
-    bound = 5e-4 if window_dtype == torch.float16 else BOUND  # 11 bits of each probability
+    bound = max(BOUND, 5e-4) if window_dtype == torch.float16 else BOUND  # 11 bits of each weight
     assert error(one, [1], device, dtype=dtype) < bound
 
 
 # -- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 112])
+@pytest.mark.parametrize("page_size", [16, 32, COMPILED(112)])
 def test_ragged_batches_at_page_borders(page_size: int, device: torch.device) -> None:
     lengths = [page_size - 1, page_size, page_size + 1, 1, 2 * page_size + 3]
     one = rig(sequences=len(lengths), page_size=page_size, kv_heads=1)
@@ -153,7 +153,7 @@ def test_window_sizes(sink: int, recent: int, device: torch.device) -> None:
     assert error(one, [1, 3], device) < BOUND
 
 
-@pytest.mark.parametrize("counts", [[1, 8, 3], [5, 1, 0], [0, 0, 1]])
+@pytest.mark.parametrize("counts", [COMPILED([1, 8, 3]), [5, 1, 0], [0, 0, 1]])
 def test_several_tokens_and_padding(counts: list[int], device: torch.device) -> None:
     one = rig(sequences=3, group=3, kv_heads=1)
     one.write([50, 9, 37], *one.tokens(96)[1:])

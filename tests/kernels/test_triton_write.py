@@ -3,10 +3,14 @@
 import pytest
 import torch
 from helpers import generator, make_layer
-from kernels.triton_helpers import hard_rows, moved, without_transforms
+from kernels.triton_helpers import (
+    COMPILED,
+    assert_codes_at_thresholds,
+    hard_rows,
+    moved,
+    without_transforms,
+)
 
-from oscarkv.codec import parameters
-from oscarkv.codec.encode import _quarter_power
 from oscarkv.kernels import LayerCache
 from oscarkv.kernels.torch_backend import TorchBackend
 from oscarkv.recipe import Recipe
@@ -23,8 +27,8 @@ GEOMETRIES = [  # head_dim, key bits, value bits, format, group size, others
     (80, 3, 4, "log8-symmetric", 16, {}),
     (80, 4, 2, "fp16", None, {**MINMAX, "key_clip": 0.9}),
     (96, 3, 2, "fp16", None, {"value_gain": 0.0}),
-    (96, 2, 4, "log8", 32, {}),
-    (128, 2, 2, "fp16", None, {}),
+    COMPILED((96, 2, 4, "log8", 32, {})),
+    COMPILED((128, 2, 2, "fp16", None, {})),
     (128, 2, 2, "log8-symmetric", None, {"key_gain": 0.5}),
     (128, 3, 3, "log8", 64, {}),
     (128, 2, 2, "fp16", 32, MINMAX),
@@ -78,12 +82,20 @@ def test_equal_rows_give_equal_bytes(geometry, device: torch.device) -> None:
     assert torch.equal(ours.window, layer.window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [80, 128])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (80, torch.float32),
+        (80, torch.bfloat16),
+        (80, torch.float16),
+        (128, torch.float32),
+        COMPILED(128, torch.bfloat16),
+        (128, torch.float16),
+    ],
+)
 def test_codes_differ_from_the_oracle_only_at_thresholds(
     dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Of parameters that come out equal, at most 0.1 % of the codes, where x is at a threshold."""
     layer = make_layer(Recipe(), dim, page_size=16, pages=4)
     layer.window = layer.window.to(dtype)
     k, v = torch.randn(2, 48, 2, dim, generator=generator(dim)).to(dtype)
@@ -91,33 +103,10 @@ def test_codes_differ_from_the_oracle_only_at_thresholds(
     ours = written(layer, k, v, slots, slots, device)
     TorchBackend().write(k, v, slots, slots, layer)
     assert torch.equal(ours.window, layer.window)
-    k_codes, v_codes, k_stored, v_stored = layer.layout.sections(layer.history)
-    mine = ours.layout.sections(ours.history)
-    base = parameters.bases(layer.transforms.exponents)
-    for side, codes, stored, x in (
-        (0, k_codes, k_stored, k),
-        (1, v_codes, v_stored, v),
-    ):
-        row = layer.layout.key_row
-        pages, offsets = slots // 16, slots % 16
-        theirs, ours_ = (row.unpack(c[pages, :, offsets]) for c in (codes, mine[side]))
-        same = (stored == mine[2 + side])[pages, :, offsets].all(-1)
-        assert float(same.float().mean()) > 0.98
-        different = (theirs != ours_) & same[..., None]
-        assert float(different.float().mean()) <= 1e-3
-        transforms = layer.transforms
-        matrix, mean = (
-            (transforms.key, transforms.key_mean)
-            if side == 0
-            else (transforms.value, transforms.value_mean)
-        )
-        rows = torch.einsum("nhd,hde->nhe", x.double() - mean, matrix.double()).float()
-        codec = layer.key_codec if side == 0 else layer.value_codec
-        _, s, lo = codec._fit(rows, base[side], lambda r, c=codec: _quarter_power(r, c.gain))
-        distance = (rows[..., None] - codec._thresholds(s, lo)) / s[..., None]
-        assert bool((distance.abs().amin(-1)[different] < 2**-10).all())
+    assert_codes_at_thresholds(ours, layer, k, v, slots)
 
 
+@pytest.mark.compiled
 def test_a_chunk_and_single_tokens_write_the_same_bytes(device: torch.device) -> None:
     layer = moved(make_layer(Recipe(key_bits=3), 64, pages=3), device)
     single = moved(layer, device)

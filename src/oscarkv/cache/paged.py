@@ -10,6 +10,7 @@ exact copy as well, in pages of 16 tokens. Leaving the window is then nothing bu
 
 from __future__ import annotations
 
+import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,10 @@ from oscarkv.kernels.rows import decode_tokens
 ROLLBACK_TOKENS = 64
 #: Pools grow by at least this share: few copies, little slack.
 GROWTH = 1 / 16
+#: Tables are made with half as many columns again as they need, and with this many at least.
+TABLE_COLUMNS = 64
+#: Up to this many changed entries of a table are set one by one; more are sent together.
+FEW_CHANGES = 4
 
 
 @dataclass
@@ -35,11 +40,21 @@ class _Sequence:
     history: list[int] = field(default_factory=list)  # page of each `page_size` positions
     windows: list[int] = field(default_factory=list)  # page of each 16 positions, 0 if none
     dropped: int = 0  # window pages before this one are gone, the sink's aside
+    # Entries that the tables on the device do not have yet.
+    changed_history: list[int] = field(default_factory=list, compare=False)
+    changed_windows: list[int] = field(default_factory=list, compare=False)
+
+    def set_window(self, window: int, page: int) -> None:
+        self.windows[window] = page
+        self.changed_windows.append(window)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a backend needs to write and read one step's tokens."""
+    """What a backend needs to write and read one step's tokens.
+
+    The tables are the cache's own, and change with it: they are good until the next step.
+    """
 
     seq_lens: Tensor
     query_start_loc: Tensor
@@ -47,6 +62,61 @@ class Step:
     window_table: Tensor
     history_slots: Tensor
     window_slots: Tensor
+    max_query_len: int
+
+
+class _Table:
+    """Pages of all sequences on the device, int32 [sequences, columns]; 0 beyond a row's end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pages = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._whole = False  # whether it holds more than changes to it
+
+    def forget(self) -> None:
+        """Rows have come, gone or moved: all will be sent anew."""
+        self._whole = False
+
+    def update(self, rows: list[list[int]], changed: list[list[int]]) -> Tensor:
+        """The table [rows, longest], after sending what changed since the last time."""
+        width = max((len(row) for row in rows), default=0)
+        if width > self._pages.shape[1] or not self._whole:
+            if width > self._pages.shape[1] or self._pages.shape[0] != len(rows):
+                self._allocate(len(rows), max(TABLE_COLUMNS, -(-width * 3 // 32) * 16))
+            self._send_all(rows, width)
+        elif count := sum(len(columns) for columns in changed):
+            self._send_changes(rows, changed, count)
+        for columns in changed:
+            columns.clear()
+        return self._pages[:, :width]
+
+    def _allocate(self, rows: int, columns: int) -> None:
+        with torch.inference_mode(False):  # it is changed in any mode
+            self._pages = torch.zeros(rows, columns, dtype=torch.int32, device=self._pages.device)
+
+    def _send_all(self, rows: list[list[int]], width: int) -> None:
+        padded = array.array("i")
+        for row in rows:
+            padded.extend(row)
+            padded.extend([0] * (width - len(row)))
+        if padded:
+            (sent,) = _send(self._pages.device, padded)
+            self._pages[:, :width] = sent.view(len(rows), width)
+        self._pages[:, width:] = 0
+        self._whole = True
+
+    def _send_changes(self, rows: list[list[int]], changed: list[list[int]], count: int) -> None:
+        if count <= FEW_CHANGES:
+            for index, (row, columns) in enumerate(zip(rows, changed, strict=True)):
+                for column in columns:
+                    self._pages[index, column] = row[column] if column < len(row) else 0
+            return
+        places, pages = array.array("q"), array.array("i")
+        stride = self._pages.shape[1]
+        for index, (row, columns) in enumerate(zip(rows, changed, strict=True)):
+            for column in sorted(set(columns)):
+                places.append(index * stride + column)
+                pages.append(row[column] if column < len(row) else 0)
+        self._pages.view(-1).index_copy_(0, *_send(self._pages.device, places, pages))
 
 
 class PagedCache:
@@ -75,6 +145,7 @@ class PagedCache:
         self._sequences: list[_Sequence] = []
         self._longest_step = 0
         self.device = self.layers[0].history.device
+        self._history_table, self._window_table = _Table(self.device), _Table(self.device)
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -85,10 +156,12 @@ class PagedCache:
     def add(self, count: int = 1) -> None:
         """Add empty sequences at the end of the batch."""
         self._sequences.extend(_Sequence() for _ in range(count))
+        self._forget_tables()
 
     def fork(self, index: int) -> None:
         """Add a copy of a sequence that shares its pages until one of the two writes."""
         self._sequences.append(self._copy(self._sequences[index]))
+        self._forget_tables()
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Make sequence i a copy of the old sequence indices[i]; the others are freed."""
@@ -96,10 +169,12 @@ class PagedCache:
         self._sequences = [self._copy(before[index]) for index in indices]
         for sequence in before:
             self._release(sequence, 0)
+        self._forget_tables()
 
     def free(self, index: int) -> None:
         """Drop a sequence from the batch; those after it move up."""
         self._release(self._sequences.pop(index), 0)
+        self._forget_tables()
 
     def truncate(self, index: int, length: int) -> None:
         """Forget the tokens from `length` on.
@@ -117,7 +192,7 @@ class PagedCache:
         missing = [w for w in self._needed_windows(length) if not sequence.windows[w]]
         self._ensure(0, len(missing))
         for window in missing:
-            sequence.windows[window] = self.window_pages.allocate()
+            sequence.set_window(window, self.window_pages.allocate())
             self._refill_window(sequence, window)
 
     def _copy(self, sequence: _Sequence) -> _Sequence:
@@ -130,10 +205,12 @@ class PagedCache:
         keep = -(-length // self.page_size) if self.keep_history else 0
         for page in sequence.history[keep:]:
             self.history_pages.release(page)
+        sequence.changed_history.extend(range(keep, len(sequence.history)))
         del sequence.history[keep:]
         keep = -(-length // PAGE_QUANTUM)
         for page in sequence.windows[keep:]:
             self.window_pages.release(page)
+        sequence.changed_windows.extend(range(keep, len(sequence.windows)))
         del sequence.windows[keep:]
 
     # -- a step ------------------------------------------------------------------------------
@@ -160,12 +237,13 @@ class PagedCache:
             sequence.length += count
             if self.keep_history:
                 while len(sequence.history) * self.page_size < sequence.length:
+                    sequence.changed_history.append(len(sequence.history))
                     sequence.history.append(self.history_pages.allocate())
             columns = -(-sequence.length // PAGE_QUANTUM)
             sequence.windows.extend([0] * (columns - len(sequence.windows)))
             for window in plan.new_windows:
                 if not sequence.windows[window]:
-                    sequence.windows[window] = self.window_pages.allocate()
+                    sequence.set_window(window, self.window_pages.allocate())
             positions = range(start, sequence.length)
             history_slots += _slots(sequence.history, positions, self.page_size)
             window_slots += _slots(sequence.windows, positions, PAGE_QUANTUM)
@@ -191,6 +269,7 @@ class PagedCache:
             for page in sequence.windows:
                 numbers.setdefault(page, len(numbers))
             sequence.windows = [numbers[page] for page in sequence.windows]
+        self._window_table.forget()
         kept = list(numbers)  # old numbers, in their new order
         self.window_pages.compact(kept)
         index = torch.tensor(kept, device=self.device)
@@ -230,8 +309,9 @@ class PagedCache:
         first = max(-(-self.sink // PAGE_QUANTUM), sequence.dropped)
         last = (sequence.length - self.recent + 1) // PAGE_QUANTUM
         for window in range(first, last):
-            self.window_pages.release(sequence.windows[window])
-            sequence.windows[window] = 0
+            if sequence.windows[window]:
+                self.window_pages.release(sequence.windows[window])
+                sequence.set_window(window, 0)
         sequence.dropped = max(sequence.dropped, last)
 
     def _needed_windows(self, length: int) -> list[int]:
@@ -244,9 +324,14 @@ class PagedCache:
     def _own_last_pages(self, sequence: _Sequence) -> None:
         """Copy the partly filled last pages if another sequence shares them."""
         if sequence.length % self.page_size and self.keep_history:
-            sequence.history[-1] = self._own(sequence.history[-1], self.history_pages, "history")
+            page = self._own(sequence.history[-1], self.history_pages, "history")
+            if page != sequence.history[-1]:
+                sequence.history[-1] = page
+                sequence.changed_history.append(len(sequence.history) - 1)
         if sequence.length % PAGE_QUANTUM:
-            sequence.windows[-1] = self._own(sequence.windows[-1], self.window_pages, "window")
+            page = self._own(sequence.windows[-1], self.window_pages, "window")
+            if page != sequence.windows[-1]:
+                sequence.set_window(len(sequence.windows) - 1, page)
 
     def _own(self, page: int, pool: PageAllocator, storage: str) -> int:
         if not page or pool.references(page) == 1:
@@ -261,27 +346,34 @@ class PagedCache:
     def _step(
         self, counts: Sequence[int], history_slots: list[int], window_slots: list[int]
     ) -> Step:
-        starts = [0]
+        lengths, starts = self.lengths, [0]
         for count in counts:
             starts.append(starts[-1] + count)
-
-        def integers(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
+        seq_lens, query_start_loc, history, windows = _send(
+            self.device,
+            array.array("i", lengths),
+            array.array("i", starts),
+            array.array("q", history_slots),
+            array.array("q", window_slots),
+        )
+        sequences = self._sequences
         return Step(
-            integers(self.lengths),
-            integers(starts),
-            self._table([sequence.history for sequence in self._sequences]),
-            self._table([sequence.windows for sequence in self._sequences]),
-            integers(history_slots, torch.int64),
-            integers(window_slots, torch.int64),
+            seq_lens,
+            query_start_loc,
+            self._history_table.update(
+                [s.history for s in sequences], [s.changed_history for s in sequences]
+            ),
+            self._window_table.update(
+                [s.windows for s in sequences], [s.changed_windows for s in sequences]
+            ),
+            history,
+            windows,
+            max(counts, default=0),
         )
 
-    def _table(self, rows: list[list[int]]) -> Tensor:
-        width = max((len(row) for row in rows), default=0)
-        padded = [row + [0] * (width - len(row)) for row in rows]
-        table = torch.tensor(padded, dtype=torch.int32, device=self.device)
-        return table.view(len(rows), width)
+    def _forget_tables(self) -> None:
+        self._history_table.forget()
+        self._window_table.forget()
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -338,3 +430,21 @@ def _slots(pages: list[int], positions: range, size: int) -> list[int]:
     if not pages:
         return [-1] * len(positions)
     return [pages[p // size] * size + p % size if pages[p // size] else -1 for p in positions]
+
+
+def _send(device: torch.device, *parts: array.array[int]) -> list[Tensor]:
+    """Numbers on the device, in one copy that nobody waits for; each part starts at 16 bytes."""
+    block, ends = bytearray(), []
+    for part in parts:
+        start = len(block)
+        block += part.tobytes()
+        ends.append((start, len(block)))
+        block += bytes(-len(block) % 16)
+    sent = torch.frombuffer(block, dtype=torch.uint8)
+    if device.type != "cpu":
+        # torch keeps a pinned buffer from being used again before its copy is done.
+        sent = sent.pin_memory().to(device, non_blocking=True)
+    return [
+        sent[start:end].view(torch.int64 if part.typecode == "q" else torch.int32)
+        for part, (start, end) in zip(parts, ends, strict=True)
+    ]

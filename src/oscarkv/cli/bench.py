@@ -24,10 +24,6 @@ FAILED = 1
 #: The tables' own width: figures must not be cut off where output goes to a file.
 TABLE_WIDTH = 150
 
-BackendOption = Annotated[
-    str, typer.Option("--backend", help="auto, cuda, triton or torch; auto takes the fastest.")
-]
-
 
 @app.callback()
 def _group() -> None:
@@ -39,7 +35,7 @@ def kernels(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here.")
     ] = None,
-    backend: BackendOption = "auto",
+    backend: options.BackendOption = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="The most important cases, under a minute.")
     ] = False,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oscarkv.cli.bench import BackendOption, start_backend
+from oscarkv.cli.bench import start_backend
 from oscarkv.cli.console import results, size
+from oscarkv.cli.options import BackendOption
 
 if TYPE_CHECKING:
     import torch

@@ -68,6 +68,7 @@ def fidelity(
     ] = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = "auto",
+    backend: options.BackendOption = "auto",
 ) -> None:
     """Compare predictions with a packed cache to those with a full-precision cache.
 
@@ -83,9 +84,11 @@ def fidelity(
     if not artifact and not recipes:
         raise OscarError("nothing to measure: give --artifact, --recipes or both")
     wanted = _recipes(recipes, bool(calibration_text))
+    options.require_backend(backend)
 
     from oscarkv.artifact import load_artifact
     from oscarkv.evaluation.fidelity import evaluation_windows, measure_fidelity
+    from oscarkv.integrations.transformers.cache import choose_backend
     from oscarkv.integrations.transformers.geometry import describe
     from oscarkv.integrations.transformers.text import read_texts, text_sha256
 
@@ -95,10 +98,11 @@ def fidelity(
         artifacts[_free_name(found.recipe.name, path.stem, {*artifacts, *_names(wanted)})] = found
     texts, calibration_texts = read_texts(text), read_texts(calibration_text or [])
     loaded, tokenizer = options.load(model, device, dtype)
+    choose_backend(backend, loaded.device)  # refuse before calibrating
     identity = describe(loaded).identity
     for found in artifacts.values():
         found.model.require_match(identity)
-    evaluation_windows(loaded, tokenizer, texts, length, windows)  # refuse before calibrating
+    evaluation_windows(loaded, tokenizer, texts, length, windows)
     if wanted:
         artifacts |= _calibrate(
             loaded, tokenizer, calibration_texts, wanted, tokens, calibration_length
@@ -114,6 +118,7 @@ def fidelity(
             length=length,
             windows=windows,
             strict=strict,
+            backend=backend,
             progress=progress,
         )
     if json_file is not None:

@@ -41,9 +41,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = "auto",
+    backend: options.BackendOption = "auto",
 ) -> None:
     """Generate with a packed cache; with --compare, with a full-precision one as well."""
     text = _read_prompt(prompt, prompt_file)
+    options.require_backend(backend)
 
     from oscarkv.artifact import load_artifact
 
@@ -58,6 +60,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
+        "backend": backend,
     }
     if compare:
         with errors.status("generating with the full-precision cache"):

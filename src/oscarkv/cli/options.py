@@ -30,6 +30,10 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16 for the weights.")
 ]
 
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="auto, cuda, triton or torch; auto takes the fastest.")
+]
+
 
 def load(source: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
     """A model and its tokenizer, without the progress bars of other libraries."""
@@ -50,6 +54,14 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def require_backend(name: str) -> None:
+    """Refuse a backend that cannot run here, before a model is loaded for it."""
+    if name != "auto":
+        from oscarkv.kernels import get_backend
+
+        get_backend(name)
 
 
 def require_files(paths: Sequence[Path]) -> None:

@@ -69,12 +69,15 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     streamer: Any = None,
+    backend: str = "auto",
 ) -> Generation:
     """Continue a prompt; without an artifact, on Transformers' own cache."""
     require_room(model, ids.shape[1], max_new_tokens)
-    cache: Cache = (
-        DynamicCache(config=model.config) if artifact is None else OscarCache(model, artifact)
-    )
+    cache: Cache
+    if artifact is None:
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = OscarCache(model, artifact, backend=backend)
     ids = ids.to(model.device)
     end = tokenizer.eos_token_id
     sampling: dict[str, Any] = {"do_sample": temperature > 0, "top_p": None, "top_k": None}

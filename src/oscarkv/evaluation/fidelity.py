@@ -96,6 +96,7 @@ def measure_fidelity(
     length: int = 4096,
     windows: int = 8,
     strict: bool = True,
+    backend: str = "auto",
     progress: Progress | None = None,
 ) -> Fidelity:
     """Score artifacts on evenly spread windows of text, against the full-precision cache."""
@@ -117,7 +118,7 @@ def measure_fidelity(
         losses.append(_loss(model, reference, sequence))
         advance("full precision")
         for name, artifact in artifacts.items():
-            cache = OscarCache(model, artifact, strict=strict)
+            cache = OscarCache(model, artifact, strict=strict, backend=backend)
             errors = _LayerErrors()
             if index == 0:
                 cache.observer = errors
@@ -147,7 +148,7 @@ def evaluation_windows(
     context = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
     if context and length > context:
         raise OscarError(f"--length {length} is beyond the model's context of {context} tokens")
-    if length <= FIRST_SCORED:
+    if length < FIRST_SCORED + 2:  # the last position has no next token to be scored by
         raise OscarError(f"--length {length}: positions from {FIRST_SCORED} on are scored")
     available = cut_sequences(texts, tokenizer, length)
     if len(available) < windows:

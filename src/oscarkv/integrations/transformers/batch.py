@@ -21,17 +21,23 @@ def left_padding(padding: Tensor | None, batch: int, length: int) -> list[int]:
         )
     padding = padding[:, :length]
     pads = (padding.int().cumsum(1) == 0).sum(1)
-    if not bool((padding.sum(1) + pads == length).all()):
+    *found, good = torch.cat([pads, (padding.sum(1) + pads == length).all()[None].long()]).tolist()
+    if not good:
         raise CacheError(
             "the attention mask hides tokens after the first one of a sequence; OscarCache takes "
             "batches padded on the left: tokenizer.padding_side = 'left'"
         )
-    return [int(pad) for pad in pads]
+    return found
 
 
 def real_tokens(x: Tensor, padding: list[int], seen: int) -> Tensor:
-    """[B, H, n, d] -> the real tokens [tokens, H, d]."""
+    """[B, H, n, d] -> the real tokens [tokens, H, d], each head's channels side by side.
+
+    A view where it can be one: of single tokens, of one sequence, and of what models project.
+    """
     rows = x.transpose(1, 2)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
     if max(padding) <= seen - x.shape[2]:
         return rows.flatten(0, 1)
     return rows[_real(padding, x.shape[2], seen, x.device)]

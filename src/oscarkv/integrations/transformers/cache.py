@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from oscarkv.artifact import Artifact, LayerTransforms, load_artifact
 from oscarkv.cache import PagedCache, Step
 from oscarkv.codec import PageLayout, RowCodec
 from oscarkv.codec.layout import PAGE_QUANTUM
-from oscarkv.errors import CacheError
+from oscarkv.errors import CacheError, OscarError
 from oscarkv.integrations.transformers.attach import FOLDED, attach, values_are_folded
 from oscarkv.integrations.transformers.attention import AttentionHandle, LazyMask, plain_attention
 from oscarkv.integrations.transformers.batch import (
@@ -23,7 +25,7 @@ from oscarkv.integrations.transformers.batch import (
     real_tokens,
     window_rows,
 )
-from oscarkv.kernels import LayerCache, Transforms, get_backend
+from oscarkv.kernels import AttentionBackend, LayerCache, Transforms, get_backend
 from oscarkv.recipe import Recipe
 
 #: Steps of at most this many tokens a sequence use the backend's `decode`.
@@ -39,7 +41,8 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     Layers the artifact does not cover (sliding windows, by default) keep Transformers' own cache.
     Batches may be padded on the left. `strict` applies the window rule inside prompts as well, so
-    that results do not depend on how a prompt is cut; it is meant for measurements.
+    that results do not depend on how a prompt is cut; it is meant for measurements. `backend` is
+    auto (the fastest for the model's device), cuda, triton or torch.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class OscarCache(Cache):  # type: ignore[misc]
             artifact = load_artifact(artifact)
         attach(model, artifact)
         self.recipe, self.strict = artifact.recipe, strict
-        self.backend = get_backend(backend)
+        self.backend = choose_backend(backend, model.device)
         dtype = next(model.parameters()).dtype if window_dtype == "auto" else window_dtype
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
@@ -114,6 +117,7 @@ class OscarCache(Cache):  # type: ignore[misc]
                 step.history_table,
                 step.window_table,
                 self.strict,
+                step.max_query_len,
             )
         if self._step is None or layer.seen != self._length:
             raise CacheError(
@@ -157,6 +161,7 @@ class OscarCache(Cache):  # type: ignore[misc]
         """Whether a step's codes may wait: single tokens, long before they leave the window."""
         return (
             new == 1
+            and self.backend.write_batch > 1
             and not self.recipe.exact
             and self.recipe.recent >= 2 * self.backend.write_batch
         )
@@ -227,6 +232,15 @@ class OscarCache(Cache):  # type: ignore[misc]
 
     def _stock_layers(self) -> list[CacheLayerMixin]:
         return [layer for layer in self.layers if not isinstance(layer, OscarLayer)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
+        """A copy that goes its own way; compiled kernels cannot be copied, so it starts its own."""
+        if self.backend.name != "torch":
+            memo[id(self.backend)] = get_backend(self.backend.name, self.pages.device)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()})
+        return made
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -334,8 +348,7 @@ class _Handle(AttentionHandle):
         store.soft_cap = arguments.get("softcap")
         padding = mask.padding if isinstance(mask, LazyMask) else None
         step = cache.step(layer, batch, new, padding)
-        # Mixed precision would round transforms and codes; the model's own dtypes are kept.
-        with torch.autocast(query.device.type, enabled=False):
+        with _full_precision(query.device.type):
             result = self._write_and_read(module, query, mask, step, arguments)
         cache.after(layer)
         return result
@@ -369,7 +382,7 @@ class _Handle(AttentionHandle):
                 keys, values = keys.to(query.dtype), values.to(query.dtype)
                 return plain_attention(module, query, keys, values, mask, store.scale, **arguments)
 
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)  # in a row, whatever q's strides
         if new <= DECODE_TOKENS and not first:
             cache.backend.decode(q, store, out)
         else:
@@ -379,6 +392,24 @@ class _Handle(AttentionHandle):
             exact = plain_attention(module, query, self.k, self.v, mask, store.scale, **arguments)
             cache.observer(int(module.layer_idx), result, exact)  # type: ignore[arg-type]
         return result
+
+
+def choose_backend(name: str, device: torch.device) -> AttentionBackend:
+    """A fresh backend for tensors on a device."""
+    backend = get_backend(name, device)
+    if device.type == "cpu" and backend.name != "torch":
+        raise OscarError(
+            f"the {backend.name} backend needs the model on a GPU, but it is on the CPU; move the "
+            "model there, or take the torch backend (auto does)"
+        )
+    return backend
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Mixed precision would round transforms and codes; the model's own dtypes are kept."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def make_layer(
