@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from oscarkv.kernels.cuda.launch import load, variant
+from oscarkv.kernels.cuda.packed import (
+    PARAMETER_CODES,
+    PackedFormat,
+    format_of,
+    unsupported_format,
+)
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.plan import Plan
 
@@ -18,8 +24,6 @@ CHUNK_BYTES = 4096
 RESERVED = 1024
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
 UNLIMITED = 1 << 30
-HALF_TYPES = (torch.bfloat16, torch.float16)
-PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 _POINTERS = (
     "q out history window seq_lens query_start history_table window_table schedule arrivals "
     "tickets partial queries query_matrix key_mean value_inverse value_mean exponents"
@@ -46,30 +50,20 @@ class Arguments(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(PackedFormat):
     """What a variant of the kernel is compiled for."""
 
-    head_dim: int
-    groups: int
-    parameters: str
-    page_size: int
-    bfloat16: bool
     row_groups: int
     soft_cap: bool
     shared_memory: int = 228 * 1024  # of a processor; that of sm_90
 
     @classmethod
     def of(cls, q: Tensor, layer: LayerCache, max_query_len: int) -> Geometry:
-        layout = layer.layout
         rows = q.shape[1] // layer.kv_heads * max_query_len
-        most = 2 if layout.head_dim > 128 else 4
+        most = 2 if layer.layout.head_dim > 128 else 4
         row_groups = next((n for n in (1, 2) if 4 * n >= rows), most)
         return cls(
-            layout.head_dim,
-            layout.groups,
-            layout.parameter_format,
-            layout.page_size,
-            q.dtype == torch.bfloat16,
+            *format_of(q, layer),
             row_groups,
             layer.soft_cap is not None,
             torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor,
@@ -138,11 +132,7 @@ class Geometry:
 
     def macros(self) -> dict[str, int]:
         return {
-            "HEAD_DIM": self.head_dim,
-            "GROUPS": self.groups,
-            "PARAMETERS": PARAMETER_CODES[self.parameters],
-            "PAGE": self.page_size,
-            "BF16": int(self.bfloat16),
+            **super().macros(),
             "ROW_GROUPS": self.row_groups,
             "CHUNK": self.chunk,
             "STAGES": self.stages,
@@ -266,18 +256,3 @@ def unsupported(q: Tensor, out: Tensor, layer: LayerCache) -> str | None:
     if reason is None and (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1)) % 4:
         reason = "queries that are not aligned to 4 bytes"
     return reason
-
-
-def unsupported_format(x: Tensor, layer: LayerCache) -> str | None:
-    """Why no CUDA kernel takes this layer, or None."""
-    layout = layer.layout
-    words = layout.head_dim // 16
-    if (layout.key_bits, layout.value_bits) != (2, 2):
-        return f"{layout.key_bits} and {layout.value_bits} bits"
-    if layout.head_dim > 256:
-        return f"head_dim {layout.head_dim}"
-    if layout.groups > 1 and (words not in (4, 8, 16) or layout.groups > words // 2):
-        return f"{layout.groups} groups of head_dim {layout.head_dim}"
-    if x.dtype not in HALF_TYPES or layer.window.dtype != x.dtype:
-        return f"{x.dtype} with windows in {layer.window.dtype}"
-    return None

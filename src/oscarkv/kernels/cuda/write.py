@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from oscarkv.kernels.cuda.launch import load, variant
+from oscarkv.kernels.cuda.packed import PackedFormat, format_of, unsupported_format
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.rows import bases
 
-PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 #: Up to so many tokens, many small warps; from there on, large ones.
 FEW_TOKENS = 1024
 #: A transform up to this size is held in shared memory, by two blocks at a time.
@@ -38,22 +38,14 @@ class Arguments(ctypes.Structure):
 
 def unsupported(k: Tensor, v: Tensor, layer: LayerCache) -> str | None:
     """Why the kernel does not take this layer and these keys and values, or None."""
-    layout, codecs = layer.layout, (layer.key_codec, layer.value_codec)
-    if (layout.key_bits, layout.value_bits) != (2, 2):
-        return f"{layout.key_bits} and {layout.value_bits} bits"
-    if any(codec.fit != "least-squares" for codec in codecs):
+    if any(codec.fit != "least-squares" for codec in (layer.key_codec, layer.value_codec)):
         return f"fit {layer.key_codec.fit}"
     if layer.transforms.metric is not None:
         return "metric rounding"
-    if layout.head_dim > 256 or layout.head_dim % 16:
-        return f"head_dim {layout.head_dim}"
-    words = layout.head_dim // 16
-    grouped = words in (4, 8, 16) and layout.groups in (2, 4, 8) and 2 * layout.groups <= words
-    if layout.groups > 1 and not grouped:
-        return f"{layout.groups} groups of head_dim {layout.head_dim}"
     for x in (k, v):
-        if x.dtype not in (torch.bfloat16, torch.float16) or layer.window.dtype != x.dtype:
-            return f"{x.dtype} with windows in {layer.window.dtype}"
+        reason = unsupported_format(x, layer)
+        if reason is not None:
+            return reason
         strides = [x.stride(i) for i in range(2) if x.shape[i] > 1]
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in strides):
             return "rows that do not start at multiples of 16 bytes"
@@ -61,14 +53,9 @@ def unsupported(k: Tensor, v: Tensor, layer: LayerCache) -> str | None:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(PackedFormat):
     """What a variant of the kernel is compiled for."""
 
-    head_dim: int
-    groups: int
-    parameters: str
-    page_size: int
-    bfloat16: bool
     key_gain: int  # quarters
     value_gain: int
     folded: bool
@@ -76,13 +63,8 @@ class Geometry:
 
     @classmethod
     def of(cls, k: Tensor, layer: LayerCache) -> Geometry:
-        layout = layer.layout
         return cls(
-            layout.head_dim,
-            layout.groups,
-            layout.parameter_format,
-            layout.page_size,
-            k.dtype == torch.bfloat16,
+            *format_of(k, layer),
             round(4 * layer.key_codec.gain),
             round(4 * layer.value_codec.gain),
             layer.transforms.value is None,
@@ -112,11 +94,7 @@ class Geometry:
 
     def macros(self) -> dict[str, int]:
         return {
-            "HEAD_DIM": self.head_dim,
-            "GROUPS": self.groups,
-            "PARAMETERS": PARAMETER_CODES[self.parameters],
-            "PAGE": self.page_size,
-            "BF16": int(self.bfloat16),
+            **super().macros(),
             "TOKEN_TILES": self.token_tiles,
             "WARPS": self.warps,
             "BLOCKS_PER_SM": self.blocks_per_sm,
