@@ -55,25 +55,36 @@ class CudaBackend:
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
     ) -> None:
         if not k.shape[0]:
-            return
+            return None
+        if _elsewhere(k):
+            with torch.cuda.device(k.device):
+                return self.write(k, v, history_slots, window_slots, layer)
         if not self._failed and write.unsupported(k, v, layer) is None:
             geometry = write.Geometry.of(k, layer)
-            kernel = self._kernel(geometry, lambda: write.WriteKernel(geometry, k.device))
+            key = (geometry, k.device)
+            kernel = self._kernel(key, lambda: write.WriteKernel(geometry, k.device))
             if kernel is not None:
-                kernel.run(k, v, history_slots, window_slots, layer)
-                return
-        self._portable.write(k, v, history_slots, window_slots, layer)
+                return kernel.run(k, v, history_slots, window_slots, layer)
+        return self._portable.write(k, v, history_slots, window_slots, layer)
 
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
         plan = self._plan
         if plan is None:
             raise CacheError("call plan() before write(), decode() or prefill()")
         if not q.shape[0]:
-            return
+            return None
+        if _elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self.decode(q, layer, out)
         if not self._failed and decode.unsupported(q, out, layer) is None:
             geometry = decode.Geometry.of(q, layer, plan.max_query_len)
             work = (layer.kv_heads, q.shape[1], layer.sink, layer.recent, layer.sliding_window)
-            key = (geometry, work, plan.max_query_len)  # those with one key share the work alike
+            key = (
+                geometry,
+                work,
+                plan.max_query_len,
+                q.device,
+            )  # one key, one way to share work out
             kernel = self._kernel(key, lambda: decode.DecodeKernel(geometry, q.device))
             if kernel is not None:
                 arguments = kernel.arguments(plan, layer, q.shape[1])
@@ -81,9 +92,8 @@ class CudaBackend:
                 if moment not in self._shared_out:
                     kernel.plan(arguments)
                     self._shared_out.add(moment)
-                kernel.run(arguments, q, out)
-                return
-        self._portable.decode(q, layer, out)
+                return kernel.run(arguments, q, out)
+        return self._portable.decode(q, layer, out)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
         self._portable.prefill(q, k, v, layer, out)
@@ -99,6 +109,11 @@ class CudaBackend:
                 self._failed = True
                 return None
         return found  # type: ignore[return-value]
+
+
+def _elsewhere(x: Tensor) -> bool:
+    """Whether launches would go to another GPU than the tensor's."""
+    return x.device.index != torch.cuda.current_device()
 
 
 def _capture() -> int:
