@@ -84,7 +84,7 @@ class CudaBackend:
                 work,
                 plan.max_query_len,
                 q.device,
-            )  # one key, one way to share work out
+            )  # one way to share work out
             kernel = self._kernel(key, lambda: decode.DecodeKernel(geometry, q.device))
             if kernel is not None:
                 arguments = kernel.arguments(plan, layer, q.shape[1])
