@@ -49,7 +49,7 @@ def _order(row: RowLayout, *, keys: bool) -> tuple[Tensor, Tensor]:
 
 
 def _before_fragment_order(x: Tensor) -> Tensor:
-    """Columns such that `decode._fragment_order` brings them to the order they have in x."""
+    """Columns that `fragment_order` of decode_operands.py brings to the order they have in x."""
     return x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
 
 

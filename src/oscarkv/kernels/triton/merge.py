@@ -14,6 +14,7 @@ from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton import constants
 from oscarkv.kernels.triton.portable import bound
+from oscarkv.kernels.triton.powers import EMPTY
 
 #: Rows one program merges where there are plenty of rows; one otherwise.
 MERGE_ROWS = 4
@@ -25,7 +26,14 @@ MERGE_COLUMNS = 32
 MERGE_TILE = 4096
 
 _NOTHING = tl.constexpr(-1.0e29)  # exponents below: no sums were stored
-_EMPTY = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _split_tops(maxima, at, exists, some, splits):
+    """Which of the splits `some` of the history stored sums of a row, and their exponents."""
+    there = exists[:, None] & (some < splits)[None, :]
+    tops = tl.load(maxima + at[:, None] * (splits + 1) + 1 + some[None, :], mask=there, other=EMPTY)
+    return there & (tops > _NOTHING), tops
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -47,7 +55,7 @@ def _merge(
         every = tl.arange(0, ALL_SPLITS)
         stats_at = at[:, None] * (splits + 1) + every[None, :]
         known = exists[:, None] & (every <= splits)[None, :]
-        tops = tl.load(maxima + stats_at, mask=known, other=_EMPTY)
+        tops = tl.load(maxima + stats_at, mask=known, other=EMPTY)
         known &= tops > _NOTHING
         top = tl.max(tops, 1)
         shares = tl.exp2(tops - top[:, None])
@@ -60,7 +68,7 @@ def _merge(
         in_row = channels < DIM
         keep = exists[:, None] & in_row[None, :]
         exact = tl.load(window_acc + at[:, None] * DIM + channels[None, :], mask=keep, other=0.0)
-        exact_top = tl.load(maxima + at * (splits + 1), mask=exists, other=_EMPTY)
+        exact_top = tl.load(maxima + at * (splits + 1), mask=exists, other=EMPTY)
         result = exact * tl.exp2(exact_top - top)[:, None]
 
         block = tl.arange(0, SPLIT_BLOCK)
@@ -69,13 +77,7 @@ def _merge(
             total = tl.zeros((ROWS, COLUMN_BLOCK), tl.float32)
             for s in tl.range(0, bound(splits), SPLIT_BLOCK):
                 some = s + block
-                there = exists[:, None] & (some < splits)[None, :]
-                split_tops = tl.load(
-                    maxima + at[:, None] * (splits + 1) + 1 + some[None, :],
-                    mask=there,
-                    other=_EMPTY,
-                )
-                there &= split_tops > _NOTHING
+                there, split_tops = _split_tops(maxima, at, exists, some, splits)
                 weights = tl.exp2(split_tops - top[:, None])
                 part = tl.load(
                     acc + ((at * splits)[:, None] + some[None, :])[:, :, None] * COLUMNS + k
@@ -94,13 +96,7 @@ def _merge(
             total_offset = tl.zeros((ROWS,), tl.float32)
             for s in tl.range(0, bound(splits), SPLIT_BLOCK):
                 some = s + block
-                there = exists[:, None] & (some < splits)[None, :]
-                split_tops = tl.load(
-                    maxima + at[:, None] * (splits + 1) + 1 + some[None, :],
-                    mask=there,
-                    other=_EMPTY,
-                )
-                there &= split_tops > _NOTHING
+                there, split_tops = _split_tops(maxima, at, exists, some, splits)
                 part = tl.load(
                     offsets + ((at * splits)[:, None] + some[None, :]) * GROUPS + group,
                     mask=there,

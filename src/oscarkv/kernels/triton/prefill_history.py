@@ -23,6 +23,7 @@ from torch import Tensor
 
 from oscarkv.codec.layout import RowLayout
 from oscarkv.kernels.triton.portable import INTERPRETED
+from oscarkv.kernels.triton.unpack import plane_words, row_words
 
 #: What a tile of 8-bit parameters is divided by, beside the head's base: grid[n] / 2^8.
 LOG_SHIFT = 8
@@ -79,24 +80,28 @@ def _parameters(at, ok, FORMAT: tl.constexpr, BITS: tl.constexpr, MASKED: tl.con
 
 # -- one plane of 2 or 4 bits --------------------------------------------------------------------
 
+# Two codes at a time, in the halves of a register: half words, mask, unit, offset, s, lo -> tile.
+_FP16_TILE = tl.constexpr("""{
+    .reg .b32 x;
+    lop3.b32 x, $1, $2, 0x64006400, 0xEA;
+    fma.rn.f16x2 x, x, $3, $4;
+    fma.rn.f16x2 $0, x, $5, $6;
+}""")
+_LOG8_TILE = tl.constexpr("""{
+    .reg .b32 x;
+    lop3.b32 x, $1, $2, 0x64006400, 0xEA;
+    fma.rn.f16x2 x, x, $3, $4;
+    add.rn.f16x2 x, x, $6;
+    mul.rn.f16x2 $0, x, $5;
+}""")
+
 
 @triton.jit
 def _slot(
-    halves,
-    shifted,
-    s,
-    lo,
-    at,
-    ok,
-    P: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
+    halves, shifted, s, lo, at, ok, P: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr,
     ASM: tl.constexpr,
-):
+):  # fmt: skip
     """Slot P of every half word: [tokens, half words]."""
     SHIFT: tl.constexpr = (P * BITS) % 8
     if P * BITS >= 8:
@@ -117,36 +122,14 @@ def _slot(
     unit = tl.full([1, 1], UNIT, tl.float16)
     offset = tl.full([1, 1], -1024.0 * UNIT, tl.float16)
     if ASM:
-        # Two codes at a time, in the halves of a register.
-        if FORMAT == "fp16":
-            tile = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 x;
-                lop3.b32 x, $1, $2, 0x64006400, 0xEA;
-                fma.rn.f16x2 x, x, $3, $4;
-                fma.rn.f16x2 $0, x, $5, $6;
-                }""",
-                "=r,r,r,r,r,r,r",
-                [halves, mask, unit, offset, s, lo],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            tile = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 x;
-                lop3.b32 x, $1, $2, 0x64006400, 0xEA;
-                fma.rn.f16x2 x, x, $3, $4;
-                add.rn.f16x2 x, x, $6;
-                mul.rn.f16x2 $0, x, $5;
-                }""",
-                "=r,r,r,r,r,r,r",
-                [halves, mask, unit, offset, s, lo],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
+        tile = tl.inline_asm_elementwise(
+            _FP16_TILE if FORMAT == "fp16" else _LOG8_TILE,
+            "=r,r,r,r,r,r,r",
+            [halves, mask, unit, offset, s, lo],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         field = (halves & mask) | tl.full([1, 1], 0x6400, tl.int16)
         tile = _value(field.to(tl.float16, bitcast=True) * unit + offset, s, lo, FORMAT)
@@ -172,55 +155,27 @@ def _beside(left, right):
 
 
 @triton.jit
-def _two_slots(
-    halves,
-    shifted,
-    s,
-    lo,
-    at,
-    ok,
-    P: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    left = _slot(
-        halves, shifted, s, lo, at, ok, P, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM
-    )
-    right = _slot(
-        halves, shifted, s, lo, at, ok, P + 1, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM
-    )
-    return _beside(left, right)
-
-
-@triton.jit
-def _four_slots(
-    halves,
-    shifted,
-    s,
-    lo,
-    at,
-    ok,
-    P: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    left = _two_slots(
-        halves, shifted, s, lo, at, ok, P, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM
-    )
-    right = _two_slots(
-        halves, shifted, s, lo, at, ok, P + 2, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM
-    )
-    return _beside(left, right)
+def _slots(
+    halves, shifted, s, lo, at, ok, P: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
+    WORDS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """COUNT slots, a power of two of them, from P on, side by side."""
+    if COUNT == 1:
+        tile = _slot(
+            halves, shifted, s, lo, at, ok, P, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM
+        )
+    else:
+        left = _slots(
+            halves, shifted, s, lo, at, ok, P, COUNT // 2, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT,
+            MASKED, ASM,
+        )  # fmt: skip
+        right = _slots(
+            halves, shifted, s, lo, at, ok, P + COUNT // 2, COUNT // 2, BITS, WORDS, HEAD_DIM,
+            GROUPS, FORMAT, MASKED, ASM,
+        )  # fmt: skip
+        tile = _beside(left, right)
+    return tile
 
 
 # -- three bits ----------------------------------------------------------------------------------
@@ -239,19 +194,12 @@ def _field(rows, ok, channel, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM:
 
 @triton.jit
 def _gathered(
-    rows,
-    s,
-    lo,
-    at,
-    ok,
-    COLUMNS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
+    rows, s, lo, at, ok, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
-):
+):  # fmt: skip
     channel = tl.arange(0, COLUMNS)
-    LOW: tl.constexpr = (HEAD_DIM + 15) // 16  # words of the planes of 2 bits and of 1 bit
-    HIGH: tl.constexpr = (HEAD_DIM + 31) // 32
+    LOW: tl.constexpr = plane_words(HEAD_DIM, 2)
+    HIGH: tl.constexpr = plane_words(HEAD_DIM, 1)
     low = _field(rows, ok, channel, 2, LOW, HEAD_DIM)
     high = _field(rows + 2 * LOW, ok, channel, 1, HIGH, HEAD_DIM)
     if GROUPS > 1:
@@ -263,30 +211,16 @@ def _gathered(
     return _value(codes, s, lo, FORMAT)
 
 
-# -- a side of a block of tokens -----------------------------------------------------------------
+# -- a block of tokens ---------------------------------------------------------------------------
 
 
 @triton.jit
-def history_tile(
-    codes,
-    parameters,
-    page,
-    offset,
-    ok,
-    page_stride,
-    parameter_stride,
-    ALIGN: tl.constexpr,
-    PARAMETER_ALIGN: tl.constexpr,
-    START: tl.constexpr,
-    PARAMETER_START: tl.constexpr,
-    BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-    ASM: tl.constexpr,
-):
+def _side(
+    codes, parameters, page, offset, ok, page_stride, parameter_stride, ALIGN: tl.constexpr,
+    PARAMETER_ALIGN: tl.constexpr, START: tl.constexpr, PARAMETER_START: tl.constexpr,
+    BITS: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Keys or values of tokens at (page, offset) of one head -> s c + lo, fp16 [tokens, COLUMNS].
 
     `codes` and `parameters` are the head's pages as int16 and as a group's parameters (int32,
@@ -302,11 +236,11 @@ def history_tile(
         s, lo = ok, ok
     rows = codes + page.to(tl.int64) * page_stride + START
     if BITS == 3:
-        HALVES: tl.constexpr = 2 * ((HEAD_DIM + 15) // 16 + (HEAD_DIM + 31) // 32)
+        HALVES: tl.constexpr = 2 * row_words(HEAD_DIM, BITS)
         rows = (rows + offset * HALVES)[:, None]
         tile = _gathered(rows, s, lo, at, ok, COLUMNS, HEAD_DIM, GROUPS, FORMAT)
     else:
-        WORDS: tl.constexpr = (HEAD_DIM * BITS + 31) // 32
+        WORDS: tl.constexpr = plane_words(HEAD_DIM, BITS)
         WIDTH: tl.constexpr = COLUMNS * BITS // 16  # half words of a row, with padding
         half = tl.arange(0, WIDTH)[None, :]
         rows = (rows + offset * (2 * WORDS))[:, None] + half
@@ -322,25 +256,32 @@ def history_tile(
             )
         else:
             shifted = halves >> 8
-        tile = _four_slots(
-            halves, shifted, s, lo, at, ok, 0, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM
-        )
-        if BITS == 2:
-            upper = _four_slots(
-                halves,
-                shifted,
-                s,
-                lo,
-                at,
-                ok,
-                4,
-                BITS,
-                WORDS,
-                HEAD_DIM,
-                GROUPS,
-                FORMAT,
-                MASKED,
-                ASM,
-            )
-            tile = _beside(tile, upper)
+        tile = _slots(
+            halves, shifted, s, lo, at, ok, 0, 16 // BITS, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT,
+            MASKED, ASM,
+        )  # fmt: skip
     return tile
+
+
+@triton.jit
+def history_sides(
+    codes, parameters, table, j, ok, codes_page, parameters_page, table_column, ALIGN: tl.constexpr,
+    PARAMETER_ALIGN: tl.constexpr, PAGE: tl.constexpr, VALUE_START: tl.constexpr,
+    KEY_PARAMETERS: tl.constexpr, VALUE_PARAMETERS: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one head at positions j, still transformed: fp16 [n, COLUMNS] each."""
+    if MASKED:
+        page = tl.load(table + j // PAGE * table_column, mask=ok, other=0)
+    else:
+        page = tl.load(table + j // PAGE * table_column)
+    keys = _side(
+        codes, parameters, page, j % PAGE, ok, codes_page, parameters_page, ALIGN, PARAMETER_ALIGN,
+        0, KEY_PARAMETERS, KEY_BITS, COLUMNS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM,
+    )  # fmt: skip
+    values = _side(
+        codes, parameters, page, j % PAGE, ok, codes_page, parameters_page, ALIGN, PARAMETER_ALIGN,
+        VALUE_START, VALUE_PARAMETERS, VALUE_BITS, COLUMNS, HEAD_DIM, GROUPS, FORMAT, MASKED, ASM,
+    )  # fmt: skip
+    return keys, values

@@ -16,6 +16,24 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def low_bits(bits: int) -> int:
+    """Bits of a row's first plane: 3-bit codes are a plane of 2 and one of 1."""
+    return 2 if bits == 3 else bits
+
+
+@triton.constexpr_function
+def plane_words(dim: int, bits: int) -> int:
+    """Words of a plane of `bits` bits a channel."""
+    return (dim * bits + 31) // 32
+
+
+@triton.constexpr_function
+def row_words(dim: int, bits: int) -> int:
+    """Words of a row, all its planes."""
+    return plane_words(dim, low_bits(bits)) + (plane_words(dim, 1) if bits == 3 else 0)
+
+
 @triton.jit
 def _pair(words, SHIFT: tl.constexpr, MASK: tl.constexpr):
     """The two codes of one slot, as [..., 2] subnormal numbers."""
