@@ -1,0 +1,75 @@
+"""The CUDA backend's host side, without a GPU: what it takes, and what a failed compile does."""
+
+import types
+import warnings
+
+import pytest
+import torch
+from helpers import make_layer
+
+from oscarkv.kernels.cuda import backend, decode, write
+from oscarkv.kernels.cuda.compile import CompileError
+from oscarkv.kernels.interface import LayerCache
+from oscarkv.recipe import Recipe
+
+HEADS, DIM = 2, 64
+
+
+def half_layer(**recipe: object) -> LayerCache:
+    layer = make_layer(Recipe(**recipe), DIM, HEADS, pages=3)
+    layer.window = layer.window.bfloat16()
+    return layer
+
+
+def rows(heads: int = HEADS, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(1, heads, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_what_the_kernels_take_and_why_not_the_rest() -> None:
+    q, k = rows(), rows()
+    assert decode.unsupported(q, q, half_layer()) is None
+    assert write.unsupported(k, k, half_layer()) is None
+    three = half_layer(key_bits=3)
+    assert decode.unsupported(q, q, three) == "3 and 2 bits"
+    assert write.unsupported(k, k, three) == "3 and 2 bits"
+    exact = rows(dtype=torch.float32)
+    assert "torch.float32" in str(decode.unsupported(exact, exact, half_layer()))
+    assert (
+        write.unsupported(k, k, half_layer(fit="minmax", key_gain=0.0, value_gain=0.0))
+        == "fit minmax"
+    )
+    assert write.unsupported(k, k, half_layer(metric_rounding=True)) == "metric rounding"
+    assert "layout" in str(decode.unsupported(q.mT, q, half_layer()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
+def test_a_failed_compile_warns_once_and_triton_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise CompileError("NVRTC could not compile decode.cu")
+
+    memory = types.SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as a CPU tensor's index
+    monkeypatch.setattr(decode, "DecodeKernel", fail)
+    monkeypatch.setattr(write, "WriteKernel", fail)
+    layer, q, k, v = half_layer(), rows(4), rows(), -rows()
+    out = torch.full_like(q, torch.nan)
+    table = integers(1).view(1, 1)
+    tried = backend.CudaBackend()
+    tried.plan(integers(1), integers(0, 1), table, table, max_query_len=1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tried.write(k, v, torch.tensor([16]), torch.tensor([16]), layer)
+        tried.decode(q, layer, out)
+    messages = [str(warning.message) for warning in seen]
+    assert [m for m in messages if "NVRTC" in m] == [
+        "the Triton backend is used instead: NVRTC could not compile decode.cu"
+    ]
+    # One token, exact in its window: each query head reads its KV head's value.
+    torch.testing.assert_close(
+        out[0].float(), v[0].repeat_interleave(2, 0).float(), atol=0.02, rtol=0
+    )
