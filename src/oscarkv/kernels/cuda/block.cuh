@@ -1,11 +1,5 @@
 // What a block has in shared memory, and what its warps do together.
 
-constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
-constexpr int MERGE_BYTES = WARPS * ROWS * STRIDE * 4;
-constexpr int SUMS_BYTES = THREADS * 64;  // partial sums of a row times a matrix
-DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
-
 // The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8).
 struct Grid { float s, lo; };
 // A warp turns the parameters of a chunk into floats once, for all its lanes: with 8-bit parameters
@@ -25,43 +19,6 @@ struct Shared {
     int last, next;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py gives too little shared memory");
-
-// rows[r][:] times matrix [HEAD_DIM][HEAD_DIM]; use(r, channel, sum) gets each result.
-template <class Use>
-DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* scratch, Use use) {
-    constexpr int QUADS = HEAD_DIM / 4;
-    constexpr int SPLITS = THREADS / QUADS;  // parts of the inner dimension
-    constexpr int DEPTH = (HEAD_DIM + SPLITS - 1) / SPLITS;
-    float* sums = (float*)scratch;  // [SPLITS][4][HEAD_DIM]
-    const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
-    const int begin = split * DEPTH, end = begin + DEPTH < HEAD_DIM ? begin + DEPTH : HEAD_DIM;
-    ROLLED for (int r0 = 0; r0 < ROWS; r0 += 4) {
-        float acc[4][4] = {};
-        if (split < SPLITS) {
-            UNROLL_16 for (int k = begin; k < end; k++) {
-                const Quad m = load_quad(matrix + k * HEAD_DIM + 4 * quad);
-                UNROLL for (int r = 0; r < 4; r++) {
-                    const float x = rows[r0 + r][k];
-                    acc[r][0] += x * as_float(m.x);
-                    acc[r][1] += x * as_float(m.y);
-                    acc[r][2] += x * as_float(m.z);
-                    acc[r][3] += x * as_float(m.w);
-                }
-            }
-            UNROLL for (int r = 0; r < 4; r++)
-                *(Float4*)&sums[(split * 4 + r) * HEAD_DIM + 4 * quad] =
-                    Float4{acc[r][0], acc[r][1], acc[r][2], acc[r][3]};
-        }
-        __syncthreads();
-        ROLLED for (int i = threadIdx.x; i < 4 * HEAD_DIM; i += THREADS) {
-            const int r = i / HEAD_DIM, c = i % HEAD_DIM;
-            float sum = 0;
-            UNROLL for (int k = 0; k < SPLITS; k++) sum += sums[(k * 4 + r) * HEAD_DIM + c];
-            use(r0 + r, c, sum);
-        }
-        __syncthreads();
-    }
-}
 
 DEVICE float warp_sum(float x) {
     UNROLL for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(ALL, x, lane);

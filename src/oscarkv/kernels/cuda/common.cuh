@@ -71,6 +71,13 @@ DEVICE u32 pack_half(float low, float high) {
     return y;
 }
 
+// The larger of each of two halves.
+DEVICE u32 max_half(u32 a, u32 b) {
+    u32 y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 // Activations: bfloat16 or float16.
 DEVICE float load_activation(u16 x) {
 #if BF16
@@ -105,9 +112,11 @@ DEVICE Quad load_quad(const void* p) {  // data that no launch in flight changes
     return v;
 }
 
-DEVICE float load_fresh(const float* p) {  // written by another block of this launch
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+struct alignas(8) Pair { float x, y; };
+
+DEVICE Pair load_fresh_pair(const float* p) {  // written by another block of this launch
+    Pair v;
+    asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
     return v;
 }
 
@@ -154,6 +163,16 @@ DEVICE void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same, from a start that stays as it is.
+DEVICE void mma_bytes_from(int (&d)[4], const int (&start)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                           u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1),
+          "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
+}
+
 // D[16 x 8] += A[16 x 16] B[16 x 8], halves in, floats out.
 DEVICE void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -181,6 +200,20 @@ DEVICE u32 transpose_8x8(u32 x) {
 }
 
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// A launch may start while the one before it still runs; before it touches anything that others
+// write, it waits. The one after it may start once all blocks have called start_next, or ended.
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr float LOG2E = 1.4426950408889634f;

@@ -24,15 +24,17 @@
 #include "shapes.cuh"
 #include "schedule.cuh"
 #include "block.cuh"
+#include "matrix.cuh"
 #include "queries.cuh"
-#include "windows.cuh"
 #include "history.cuh"
+#include "windows.cuh"
 #include "parts.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 oscar_decode(const __grid_constant__ Arguments a) {
     extern __shared__ u8 dynamic[];
     Shared& s = *(Shared*)dynamic;
+    start_next();
     if (a.batch <= SCHEDULED) {
         for (int i = threadIdx.x; i < HEADER + (FACTS + 2) * a.batch; i += THREADS)
             s.schedule[i] = ((const u32*)a.schedule)[i];
@@ -76,12 +78,12 @@ oscar_decode(const __grid_constant__ Arguments a) {
         p.window_end = window_from(part * size + size);
         p.history_begin = chunk_from(part * size);
         p.history_end = chunk_from(part * size + size);
+        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
+            s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
         if (threadIdx.x < 2 * ROWS) {
             s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
             s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
         }
-        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
-            s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
         const float* inverse =
             a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
         if (part == 0 && inverse)  // some block will want it soon
@@ -100,9 +102,9 @@ oscar_decode(const __grid_constant__ Arguments a) {
             const int record = plan.first_record(a.batch)[b] + index - first_part[b];
             __syncthreads();
             write_partial(record_of(a, record), s);
-            __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) {
+                __threadfence();
                 int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;
                 const int before = atomicAdd(arrivals, 1);
                 if (before == q.parts - 1) *arrivals = 0;
@@ -112,7 +114,7 @@ oscar_decode(const __grid_constant__ Arguments a) {
             last = s.last;
             if (last) {
                 __threadfence();
-                merge_parts(a, record - part, q.parts, s);
+                merge_parts(a, record - part, q.parts, windows / size, (windows + size - 1) / size, s);
             }
         }
         if (last) {
@@ -123,7 +125,7 @@ oscar_decode(const __grid_constant__ Arguments a) {
         index = s.next;
         __syncthreads();
     }
-    wait_for_queries();  // no launch after this one may overtake oscar_queries
+    wait_for_previous();  // no launch after this one may overtake oscar_queries
     if (threadIdx.x == 0 && parts > (int)gridDim.x
         && atomicAdd(a.tickets + 1, 1) == (int)gridDim.x - 1)
         a.tickets[0] = a.tickets[1] = 0;  // every block has taken its last: ready for the next launch

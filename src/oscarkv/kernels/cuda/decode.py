@@ -20,6 +20,8 @@ from oscarkv.kernels.plan import Plan
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
+#: Query rows that a block of oscar_queries transforms.
+QUERY_ROWS = 8
 #: What each block loses of its processor's shared memory.
 RESERVED = 1024
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
@@ -116,7 +118,8 @@ class Geometry(PackedFormat):
         """At least `sizeof(Shared)` of decode.cu, which checks it."""
         ring = self.warps * self.stages * self.chunk * self.tile_bytes
         merge = self.warps * self.rows * 4 * (self.head_dim + 8)
-        return max(ring, merge, self.warps * 32 * 64) + self._fixed_bytes(self.chunk)
+        product = 16 * min(self.rows, 8) * 32 * self.warps
+        return max(ring, merge, product) + self._fixed_bytes(self.chunk)
 
     @property
     def prepared_words(self) -> int:
@@ -225,9 +228,9 @@ class DecodeKernel:
         arguments.q_token, arguments.q_head = q.stride(0), q.stride(1)
         arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
         threads = 32 * self.geometry.warps
-        pairs = arguments.batch * arguments.row_blocks
-        each = -(-pairs * arguments.kv_heads // self.blocks)  # of a block's share of the matrix
-        self._queries_kernel.launch((arguments.kv_heads, -(-pairs // each), 1), threads, arguments)
+        rows = arguments.batch * arguments.row_blocks * self.geometry.rows
+        blocks = -(-rows // QUERY_ROWS)
+        self._queries_kernel.launch((arguments.kv_heads, blocks, 1), 256, arguments, early=True)
         self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:

@@ -1,5 +1,15 @@
 // Packed keys and values: a warp's ring of chunks, and the arithmetic on their codes.
 
+#ifndef TILE_UNROLL
+#define TILE_LOOP UNROLL
+#elif TILE_UNROLL == 1
+#define TILE_LOOP _Pragma("unroll 1")
+#else
+#define TILE_LOOP _Pragma("unroll 2")
+#endif
+#ifndef EARLY
+#define EARLY 1
+#endif
 // A warp's own ring of chunks, and the pages they come from.
 struct Ring {
     const Arguments& a;
@@ -89,24 +99,28 @@ struct History {
     float out[COLUMN_TILES][ROW_TILES][4] = {};
     float m[ROW_GROUPS], l[ROW_GROUPS], lo[ROW_GROUPS][GROUPS];
     u32 query[ROW_GROUPS][KEY_PARTS];
-    float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS], mean[ROW_GROUPS];
+    float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS];
+    float base[ROW_GROUPS];  // q . m_K less the reference m, once there is one
+    float minus_magic[ROW_GROUPS];  // what MAGIC adds to a product
     int newest[ROW_GROUPS], oldest[ROW_GROUPS];
+    int start[4];     // of the sums of bytes; the low ones are rounded
+    u32 over_limit;   // added to two weights, sets the top bit of those that are too large
     float key_exponent, value_exponent;
     u32 shift[4];  // 4^(3 - j): brings slot j of a byte to its top; opaque, so that IMAD does it
 
-    DEVICE void open(const Arguments& a, const Piece& p) {
-        const PreparedQueries& prepared_rows = *prepared(a, p.sequence, p.head, p.row_block);
+    DEVICE void open(const Arguments& a, const Piece& p, const PreparedQueries& prepared) {
         const int lane = threadIdx.x % 32, t = lane % 4;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             const int r = 4 * rows + t;
             m[rows] = NOTHING;
             l[rows] = 0;
-            UNROLL for (int k = 0; k < KEY_PARTS; k++) query[rows][k] = prepared_rows.parts[rows][k][lane];
-            product[rows] = prepared_rows.product[r];
-            mean[rows] = prepared_rows.mean[r];
+            UNROLL for (int k = 0; k < KEY_PARTS; k++) query[rows][k] = prepared.parts[rows][k][lane];
+            product[rows] = prepared.product[r];
+            minus_magic[rows] = -MAGIC * product[rows];
+            base[rows] = prepared.mean[r];
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 lo[rows][group] = 0;
-                offset[rows][group] = prepared_rows.offset[r][group];
+                offset[rows][group] = prepared.offset[r][group];
             }
             const int at = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
             newest[rows] = at - a.recent;
@@ -116,14 +130,16 @@ struct History {
             key_exponent = (float)(a.exponents[p.head] - (1 << 19));
             value_exponent = (float)(a.exponents[a.kv_heads + p.head] - (1 << 19));
         }
+        UNROLL for (int i = 0; i < 4; i++) start[i] = i & 1 ? 128 : FLOAT_BITS ? as_bits(MAGIC) : 0;
+        over_limit = ALWAYS_OVER;
         shift[0] = 64 * a.one;
         shift[1] = 16 * a.one;
         shift[2] = 4 * a.one;
     }
 
-    // One tile of a stage: 16 tokens from position `start` on.
+    // One tile of a stage: 16 tokens from position `start_position` on.
     template <bool MASKED>
-    DEVICE void read(const u8* stage, const Grids& grids, int tile, int start, float soft_cap) {
+    DEVICE void read(const u8* stage, const Grids& grids, int tile, int start_position, float soft_cap) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const u32* key_codes = (const u32*)(stage + tile * CODE_BYTES);
         const u32* value_codes = (const u32*)(stage + (CHUNK + tile) * CODE_BYTES);
@@ -144,64 +160,80 @@ struct History {
                     : read_parameters(value_stored, token, group, value_exponent);
             }
         }
-        float logits[ROW_GROUPS][2];
+        // Logits, less the rows' references.
+        float x[ROW_GROUPS][2];
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             UNROLL for (int i = 0; i < 2; i++) {
-                float x = mean[rows];
+                x[rows][i] = base[rows];
                 UNROLL for (int group = 0; group < GROUPS; group++) {
-                    const int high = sums[rows][group][2 * i], low = sums[rows][group][2 * i + 1];
-                    const float h = FLOAT_BITS ? as_float(high) - MAGIC : (float)high;
-                    const float b = FLOAT_BITS ? as_float(low) - MAGIC : (float)low;
-                    const float products = (h * 256.0f + b) * product[rows];
-                    const float offsets = key[i][group].lo * offset[rows][group];
-                    if (PARAMETERS == 0) x += key[i][group].s * products + offsets;
-                    else x += key[i][group].s * (products + offsets);
+                    const int (&sum)[4] = sums[rows][group];
+                    const int both = sum[2 * i] + (sum[2 * i + 1] >> 8);
+                    const float products = FLOAT_BITS
+                        ? __fmaf_rn(as_float(both), product[rows], minus_magic[rows])
+                        : (float)both * product[rows];
+                    const Grid& grid = key[i][group];
+                    if (PARAMETERS == 0) {
+                        x[rows][i] += grid.lo * offset[rows][group];
+                        x[rows][i] += grid.s * products;
+                    } else {
+                        x[rows][i] += grid.s * (grid.lo * offset[rows][group] + products);
+                    }
                 }
-                if (SOFT_CAP) x = capped(x, soft_cap);
+                if (SOFT_CAP) x[rows][i] = capped(x[rows][i], soft_cap) - (m[rows] == NOTHING ? 0 : m[rows]);
                 if (MASKED) {
-                    const int j = start + g + 8 * i;
-                    if (j < oldest[rows] || j > newest[rows]) x = -INFINITE;
+                    const int j = start_position + g + 8 * i;
+                    if (j < oldest[rows] || j > newest[rows]) x[rows][i] = -INFINITE;
                 }
-                logits[rows][i] = x;
             }
         }
         if (MASKED) {  // a token that no row sees may never have been written
             UNROLL for (int i = 0; i < 2; i++) {
-                float top = logits[0][i];
-                UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++) top = fmaxf(top, logits[rows][i]);
+                float top = x[0][i];
+                UNROLL for (int rows = 1; rows < ROW_GROUPS; rows++) top = fmaxf(top, x[rows][i]);
                 UNROLL for (int lanes = 1; lanes < 4; lanes *= 2)
                     top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
                 if (top == -INFINITE)
                     UNROLL for (int group = 0; group < GROUPS; group++) value[i][group] = {1.0f, 0.0f};
             }
         }
-        float p[ROW_GROUPS][2], top = 0;
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-            UNROLL for (int i = 0; i < 2; i++) {
-                p[rows][i] = exp2_approx(logits[rows][i] - m[rows]);
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    top = fmaxf(top, p[rows][i] * value[i][group].s);
-            }
+        float p[ROW_GROUPS][2];
+        u32 weights[GROUPS][COLUMN_TILES][2];  // p s of two rows
+        u32 over = weigh(p, weights, x, value);
+        if (__any_sync(ALL, over)) {
+            move_references(x, value);
+            weigh(p, weights, x, value);
         }
-        if (__any_sync(ALL, !(top <= WEIGHT_LIMIT))) move_reference(logits, p, value);
-        u32 b[GROUPS][COLUMN_TILES][2];
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+            l[rows] += p[rows][0] + p[rows][1];
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                UNROLL for (int i = 0; i < 2; i++)
+                    lo[rows][group] +=
+                        (PARAMETERS ? p[rows][i] * value[i][group].s : p[rows][i]) * value[i][group].lo;
+        }
+        UNROLL for (int group = 0; group < GROUPS; group++)
+            UNROLL for (int c = 0; c < COLUMN_TILES; c++)
+                UNROLL for (int i = 0; i < 2; i++)
+                    weights[group][c][i] = transpose_8x8(weights[group][c][i]);
+        add_values(weights, value_codes);
+    }
+
+    // p = 2^x and the weights p s as halves; not 0 if one is over the limit.
+    DEVICE u32 weigh(float (&p)[ROW_GROUPS][2], u32 (&weights)[GROUPS][COLUMN_TILES][2],
+                     const float (&x)[ROW_GROUPS][2], const Grid (&value)[2][GROUPS]) {
+        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
+            UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(x[rows][i]);
+        u32 largest = 0;
         UNROLL for (int group = 0; group < GROUPS; group++) {
-            float weight[ROW_GROUPS][2];
-            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-                UNROLL for (int i = 0; i < 2; i++) {
-                    weight[rows][i] = p[rows][i] * value[i][group].s;
-                    lo[rows][group] += (PARAMETERS ? weight[rows][i] : p[rows][i]) * value[i][group].lo;
-                }
-            }
             UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
                 UNROLL for (int i = 0; i < 2; i++) {
-                    const float odd = 2 * c + 1 < ROW_GROUPS ? weight[(2 * c + 1) % ROW_GROUPS][i] : 0.0f;
-                    b[group][c][i] = transpose_8x8(pack_half(weight[2 * c][i], odd));
+                    const float s = value[i][group].s, even = p[2 * c][i] * s;
+                    const float odd = 2 * c + 1 < ROW_GROUPS ? p[(2 * c + 1) % ROW_GROUPS][i] * s : 0.0f;
+                    weights[group][c][i] = pack_half(even, odd);
+                    largest = max_half(largest, weights[group][c][i]);
                 }
             }
         }
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) l[rows] += p[rows][0] + p[rows][1];
-        add_values(b, value_codes);
+        return (largest + over_limit) & 0x80008000u;
     }
 
     DEVICE void stage_grids(Grids& grids, const u8* stage) {
@@ -234,10 +266,10 @@ struct History {
 
     // q' . c of a tile, high and low bytes of q' apart: 64 times it, over the group's channels.
     DEVICE void multiply(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
-            UNROLL for (int group = 0; group < GROUPS; group++)
-                UNROLL for (int i = 0; i < 4; i++)
-                    sums[rows][group][i] = FLOAT_BITS ? 0x4b400000 : 0;
+        if (GROUPS > 1)
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    UNROLL for (int i = 0; i < 4; i++) sums[rows][group][i] = start[i];
         UNROLL for (int k = 0; k < KEY_PARTS; k += 2) {
             u32 code[2][2];
             UNROLL for (int part = 0; part < 2; part++) {
@@ -247,7 +279,10 @@ struct History {
             }
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
                 const u32 b0 = query[rows][k], b1 = query[rows][k + 1];
-                if constexpr (GROUPS == 1) {
+                if (GROUPS == 1 && k == 0) {
+                    mma_bytes_from(sums[rows][0], start, code[0][0], code[0][1], code[1][0], code[1][1],
+                                   b0, b1);
+                } else if constexpr (GROUPS == 1) {
                     mma_bytes(sums[rows][0], code[0][0], code[0][1], code[1][0], code[1][1], b0, b1);
                 } else {
                     UNROLL for (int upper = 0; upper < 2; upper++) {  // slots 0..3, 4..7
@@ -297,25 +332,31 @@ struct History {
         }
     }
 
-    // Raise each row's reference so that its largest weight p s becomes 1. Rare.
-    DEVICE void move_reference(const float (&logits)[ROW_GROUPS][2], float (&p)[ROW_GROUPS][2],
-                               const Grid (&value)[2][GROUPS]) {
+    // Move each row's reference so that its largest weight p s becomes 1: up only, but for the first
+    // keys that it sees. Rare.
+    DEVICE void move_references(float (&x)[ROW_GROUPS][2], const Grid (&value)[2][GROUPS]) {
+        bool all_seen = true;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-            float top = NOTHING;
+            float top = -INFINITE;
             UNROLL for (int i = 0; i < 2; i++)
                 UNROLL for (int group = 0; group < GROUPS; group++)
-                    top = fmaxf(top, logits[rows][i] + log2_approx(value[i][group].s));
-            top = fmaxf(m[rows], tokens_max(top));
-            const float factor = exp2_approx(m[rows] - top);
-            m[rows] = top;
+                    top = fmaxf(top, x[rows][i] + log2_approx(value[i][group].s));
+            top = tokens_max(top);
+            const bool unseen = m[rows] == NOTHING;
+            if (unseen && top == -INFINITE) { all_seen = false; continue; }
+            if (!unseen) top = fmaxf(top, 0.0f);
+            const float factor = unseen ? 0.0f : exp2_approx(-top);
+            m[rows] = unseen ? top : m[rows] + top;
+            if (!SOFT_CAP) base[rows] -= top;
+            UNROLL for (int i = 0; i < 2; i++) x[rows][i] -= top;
             l[rows] *= factor;
             UNROLL for (int group = 0; group < GROUPS; group++) lo[rows][group] *= factor;
             UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
                 out[rows / 2][tile][rows % 2] *= factor;
                 out[rows / 2][tile][2 + rows % 2] *= factor;
             }
-            UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(logits[rows][i] - top);
         }
+        if (__all_sync(ALL, all_seen)) over_limit = ABOVE_4096;
     }
 
     DEVICE void finish(Shared& s) {
@@ -348,9 +389,9 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
     ring.open();
     ROLLED for (int i = 0; i < STAGES - 1; i++) ring.fetch(i, i);
     if (p.window_end > p.window_begin) load_window_queries(a, p, s);  // they will be wanted later
-    wait_for_queries();
+    wait_for_previous();  // the queries
     History state;
-    state.open(a, p);
+    state.open(a, p, *prepared(a, p.sequence, p.head, p.row_block));
     // Positions that every row sees need no masks, those that no row sees are left out.
     const int first = p.first + p.row_block * ROWS / a.group;
     const int last = p.first + (p.row_block * ROWS + p.rows - 1) / a.group;
@@ -368,7 +409,7 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         Grids& grids = s.grids[warp];
         if (STAGED_GRIDS) state.stage_grids(grids, packed);
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
-            UNROLL for (int tile = 0; tile < CHUNK; tile++)
+            TILE_LOOP for (int tile = 0; tile < CHUNK; tile++)
                 if (TILES_PER_PAGE % CHUNK == 0 || tile < tiles)
                     state.template read<false>(packed, grids, tile, start + tile * TILE, a.soft_cap);
         } else {

@@ -16,7 +16,10 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
               + c] = (u16)pack_activation(x, 0.0f);
     };
     if (has_history && inverse) {
-        times_matrix(s.history, inverse, s.work, write);
+        ROLLED for (int r0 = 0; r0 < ROWS; r0 += PASS_ROWS)
+            times_matrix<PASS_ROWS, THREADS>(
+                s.history + r0, inverse, s.work, [] {},
+                [&](int r, int c, float sum) { write(r0 + r, c, sum); });
     } else {
         ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
@@ -41,76 +44,89 @@ DEVICE void write_partial(float* record, const Shared& s) {
     }
 }
 
-// Add up what the parts of one pair left, in records first, first + 1, ... Warp w takes parts w,
-// w + WARPS, ..., several at a time so that their loads overlap; then the warps are added up.
-DEVICE void merge_parts(const Arguments& a, int first, int parts, Shared& s) {
+// A part without keys of a kind has a factor of 0 and sums that may be anything.
+DEVICE void add_scaled(Float4& sum, const Float4& x, float factor) {
+    if (!(factor > 0)) return;
+    sum.x += x.x * factor;
+    sum.y += x.y * factor;
+    sum.z += x.z * factor;
+    sum.w += x.w * factor;
+}
+
+// Add up what the parts of one pair left, in records first, first + 1, ... Only parts before
+// `windows_end` can have seen windows, only those from `history_begin` on history.
+DEVICE void merge_parts(const Arguments& a, int first, int parts, int history_begin, int windows_end,
+                        Shared& s) {
     constexpr int ROW_QUADS = HEAD_DIM / 4, QUADS = ROWS * ROW_QUADS;
     constexpr int EACH = (QUADS + 31) / 32;  // of a lane
-    constexpr int AT_ONCE = EACH < 16 ? 16 / EACH : 1;
+    constexpr int AT_ONCE = EACH < 20 ? 20 / EACH : 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* buffer = (float*)s.work;  // [WARPS][ROWS][HEAD_DIM]
-    ROLLED for (int kind = 0; kind < 2; kind++) {
-        Float4 sum[EACH];
-        float m[EACH], l[EACH];
-        UNROLL for (int e = 0; e < EACH; e++) {
-            sum[e] = {0, 0, 0, 0};
-            m[e] = NOTHING;
-            l[e] = 0;
+    if (windows_end > parts) windows_end = parts;
+    // What each part's sums count: 2^(m - the largest m), in x. A warp takes a (kind, row).
+    Pair (*factors)[2 * ROWS] = (Pair (*)[2 * ROWS])s.work;  // [parts]
+    ROLLED for (int row = warp; row < 2 * ROWS; row += WARPS) {
+        const int begin = row < ROWS ? history_begin : 0, end = row < ROWS ? parts : windows_end;
+        float top = NOTHING, weight = 0;
+        ROLLED for (int part = begin + lane; part < end; part += 32) {
+            const Pair stats = load_fresh_pair(record_of(a, first + part) + 2 * row);
+            if (stats.y > 0) top = fmaxf(top, stats.x);
+            factors[part][row] = stats;
         }
-        ROLLED for (int base = warp; base < parts; base += WARPS * AT_ONCE) {
-            Float4 x[AT_ONCE][EACH];
-            float part_m[AT_ONCE][EACH], part_l[AT_ONCE][EACH];
-            UNROLL for (int j = 0; j < AT_ONCE; j++) {
-                const int part = base + j * WARPS;
-                const float* record = record_of(a, first + (part < parts ? part : base));
-                UNROLL for (int e = 0; e < EACH; e++) {
-                    int quad = lane + 32 * e;
-                    if (QUADS % 32 && quad >= QUADS) quad = 0;
-                    const int row = kind * ROWS + quad / ROW_QUADS;
-                    part_m[j][e] = load_fresh(record + 2 * row);
-                    part_l[j][e] = part < parts ? load_fresh(record + 2 * row + 1) : 0.0f;
-                    x[j][e] = load_fresh_quad(record + 4 * ROWS + 4 * (kind * QUADS + quad));
-                }
-            }
-            UNROLL for (int j = 0; j < AT_ONCE; j++) {
-                UNROLL for (int e = 0; e < EACH; e++) {
-                    if (!(part_l[j][e] > 0)) continue;  // nothing of this kind: x may be anything
-                    const float top = fmaxf(m[e], part_m[j][e]);
-                    const float before = exp2_approx(m[e] - top), now = exp2_approx(part_m[j][e] - top);
-                    m[e] = top;
-                    l[e] = l[e] * before + part_l[j][e] * now;
-                    sum[e].x = sum[e].x * before + x[j][e].x * now;
-                    sum[e].y = sum[e].y * before + x[j][e].y * now;
-                    sum[e].z = sum[e].z * before + x[j][e].z * now;
-                    sum[e].w = sum[e].w * before + x[j][e].w * now;
-                }
-            }
+        top = warp_max(top);
+        ROLLED for (int part = begin + lane; part < end; part += 32) {  // the lane's own
+            const Pair stats = factors[part][row];
+            const float factor = stats.y > 0 ? exp2_approx(stats.x - top) : 0.0f;
+            weight += stats.y * factor;
+            factors[part][row].x = factor;
         }
-        UNROLL for (int e = 0; e < EACH; e++) {
-            const int quad = lane + 32 * e;
-            if (QUADS % 32 && quad >= QUADS) continue;
-            *(Float4*)&buffer[warp * ROWS * HEAD_DIM + 4 * quad] = sum[e];
-            if (quad % ROW_QUADS == 0) {
-                s.warp_m[warp][quad / ROW_QUADS] = m[e];
-                s.warp_l[warp][quad / ROW_QUADS] = l[e];
-            }
+        weight = warp_sum(weight);
+        if (lane == 0) {
+            s.m[row / ROWS][row % ROWS] = top;
+            s.l[row / ROWS][row % ROWS] = weight;
         }
-        __syncthreads();
-        ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
-            const int r = i / HEAD_DIM;
-            float top = NOTHING, total = 0, weight = 0;
-            UNROLL for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_m[w][r]);
-            UNROLL for (int w = 0; w < WARPS; w++) {
-                const float factor = exp2_approx(s.warp_m[w][r] - top);
-                weight += s.warp_l[w][r] * factor;
-                total += buffer[w * ROWS * HEAD_DIM + i] * factor;
-            }
-            (kind ? s.window : s.history)[r][i % HEAD_DIM] = total;
-            if (i % HEAD_DIM == 0) {
-                s.m[kind][r] = top;
-                s.l[kind][r] = weight;
-            }
-        }
-        __syncthreads();
     }
+    __syncthreads();
+    // History: warp w takes every WARPS-th part, several at a time so that their loads overlap.
+    Float4 sum[EACH] = {};
+    ROLLED for (int base = history_begin + warp; base < parts; base += WARPS * AT_ONCE) {
+        Float4 x[AT_ONCE][EACH];
+        UNROLL for (int j = 0; j < AT_ONCE; j++) {
+            const int part = base + j * WARPS;
+            const float* record = record_of(a, first + (part < parts ? part : base)) + 4 * ROWS;
+            UNROLL for (int e = 0; e < EACH; e++) {
+                const int quad = lane + 32 * e;
+                x[j][e] = load_fresh_quad(record + 4 * (QUADS % 32 == 0 || quad < QUADS ? quad : 0));
+            }
+        }
+        UNROLL for (int j = 0; j < AT_ONCE; j++) {
+            const int part = base + j * WARPS;
+            if (part >= parts) continue;
+            UNROLL for (int e = 0; e < EACH; e++) {
+                const int row = (lane + 32 * e) / ROW_QUADS;
+                add_scaled(sum[e], x[j][e], factors[part][row < ROWS ? row : 0].x);
+            }
+        }
+    }
+    // Windows: few parts.
+    ROLLED for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
+        Float4 windows = {};
+        ROLLED for (int part = 0; part < windows_end; part++)
+            add_scaled(windows, load_fresh_quad(record_of(a, first + part) + 4 * (ROWS + QUADS + quad)),
+                       factors[part][ROWS + quad / ROW_QUADS].x);
+        *(Float4*)&s.window[quad / ROW_QUADS][quad % ROW_QUADS * 4] = windows;
+    }
+    __syncthreads();
+    float* buffer = (float*)s.work;  // [WARPS][ROWS][HEAD_DIM]
+    UNROLL for (int e = 0; e < EACH; e++) {
+        const int quad = lane + 32 * e;
+        if (QUADS % 32 == 0 || quad < QUADS)
+            *(Float4*)&buffer[warp * ROWS * HEAD_DIM + 4 * quad] = sum[e];
+    }
+    __syncthreads();
+    ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
+        float total = 0;
+        UNROLL for (int w = 0; w < WARPS; w++) total += buffer[w * ROWS * HEAD_DIM + i];
+        s.history[i / HEAD_DIM][i % HEAD_DIM] = total;
+    }
+    __syncthreads();
 }

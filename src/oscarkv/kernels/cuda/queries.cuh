@@ -19,73 +19,85 @@ DEVICE i64 query_at(const Arguments& a, int start, int head, int row) {  // elem
     return (start + row / a.group) * a.q_token + (head * a.group + row % a.group) * a.q_head;
 }
 
-// Block (x, y): head x, and pairs y, y + gridDim.y, ... of (sequence, block of rows).
-extern "C" __global__ void __launch_bounds__(THREADS) oscar_queries(const __grid_constant__ Arguments a) {
-    __shared__ alignas(16) u8 scratch[SUMS_BYTES];
-    __shared__ float q[ROWS][STRIDE], transformed[ROWS][STRIDE], unit[ROWS], key_mean[HEAD_DIM];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
-    const float* matrix = a.query_matrix + (i64)head * HEAD_DIM * HEAD_DIM;
-    const float scale = a.scale * LOG2E;
-    for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) key_mean[c] = a.key_mean[head * HEAD_DIM + c];
-    ROLLED for (int pair = blockIdx.y; pair < a.batch * a.row_blocks; pair += gridDim.y) {
-        const int b = pair / a.row_blocks, row_block = pair % a.row_blocks;
-        const int start = a.query_start[b], rows = (a.query_start[b + 1] - start) * a.group - row_block * ROWS;
-        if (rows <= 0) continue;
-        PreparedQueries& result = *prepared(a, b, head, row_block);
-        ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
-            const int r = i / HEAD_DIM, c = i % HEAD_DIM;
-            q[r][c] = r < rows
-                ? load_activation(a.q[query_at(a, start, head, row_block * ROWS + r) + c]) : 0.0f;
-        }
-        __syncthreads();
-#if __CUDA_ARCH__ >= 900
-        // oscar_decode may start. Not earlier: its many bytes would be in this block's way.
-        asm volatile("griddepcontrol.launch_dependents;");
-#endif
-        times_matrix(q, matrix, scratch, [&](int r, int c, float sum) { transformed[r][c] = sum; });
-        ROLLED for (int r = warp; r < ROWS; r += WARPS) {
-            float top = 0, mean = 0, sums[GROUPS] = {};
-            for (int c = lane; c < HEAD_DIM; c += 32) {
-                const float x = transformed[r][c];
-                top = fmaxf(top, fabsf(x));
-                mean += q[r][c] * key_mean[c];
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
-            }
-            top = warp_max(top);
-            mean = warp_sum(mean);
-            UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
-            if (lane == 0) {
-                unit[r] = top > 0 ? 32512.0f / top : 0.0f;  // 127 * 256: two bytes
-                result.product[r] = top * (scale / (32512.0f * 64.0f));  // a code is 64 c in its byte
-                result.mean[r] = mean * scale;
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    result.offset[r][group] = sums[group] * scale;
-            }
-        }
-        __syncthreads();
-        ROLLED for (int i = threadIdx.x; i < ROW_GROUPS * KEY_PARTS * 32; i += THREADS) {
-            const int l = i % 32, g = l / 4, t = l % 4;
-            const int k = i / 32 % KEY_PARTS, group = i / (32 * KEY_PARTS), r = 4 * group + g / 2;
-            const int slot = k / LANE_WORDS, word = t * LANE_WORDS + k % LANE_WORDS;
-            u32 bytes = 0;
-            UNROLL for (int byte = 0; byte < 4; byte++) {
-                if (!EXACT_WORDS && word >= WORDS) continue;
-                const int channel = (2 * (4 * (byte & 1) + slot) + byte / 2) * WORDS + word;
-                const int x = __float2int_rn(transformed[r][channel] * unit[r]);
-                const int high = (x + 128) >> 8;
-                bytes |= (u32)((g & 1 ? x - 256 * high : high) & 0xff) << (8 * byte);
-            }
-            result.parts[group][k][l] = bytes;
-        }
-        __syncthreads();
-    }
-}
+constexpr int QUERY_THREADS = 256, QUERY_ROWS = 8;  // a warp for each row
 
-DEVICE void wait_for_queries() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+// Block (x, y): head x, and rows 8 y ... of those of all pairs, in the order of their records.
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const __grid_constant__ Arguments a) {
+    __shared__ alignas(16) u8 scratch[16 * QUERY_ROWS * QUERY_THREADS];
+    __shared__ float rows[QUERY_ROWS][STRIDE];  // queries, then transformed
+    constexpr int EACH = (HEAD_DIM + 31) / 32;  // channels of a lane
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
+    const int first = QUERY_ROWS * blockIdx.y;
+    float key_mean[EACH], mean = 0;
+    UNROLL for (int i = 0; i < EACH; i++) {
+        const int c = lane + 32 * i;
+        key_mean[i] = HEAD_DIM % 32 == 0 || c < HEAD_DIM ? a.key_mean[head * HEAD_DIM + c] : 0.0f;
+    }
+    // The warp's own row: of which pair, and where it lies in q (-1: nowhere).
+    const int pair = (first + warp) / ROWS, r = (first + warp) % ROWS;
+    const int b = pair / a.row_blocks, row_block = pair % a.row_blocks;
+    auto fill = [&] {
+        wait_for_previous();
+        start_next();  // not earlier: it reads what the launches before this one wrote
+        i64 at = -1;
+        if (b < a.batch) {
+            const int start = a.query_start[b], row = row_block * ROWS + r;
+            if (row < (a.query_start[b + 1] - start) * a.group) at = query_at(a, start, head, row);
+        }
+        UNROLL for (int i = 0; i < EACH; i++) {
+            const int c = lane + 32 * i;
+            if (HEAD_DIM % 32 && c >= HEAD_DIM) continue;
+            const float x = at >= 0 ? load_activation(a.q[at + c]) : 0.0f;
+            rows[warp][c] = x;
+            mean += x * key_mean[i];
+        }
+    };
+    times_matrix<QUERY_ROWS, QUERY_THREADS>(
+        rows, a.query_matrix + (i64)head * HEAD_DIM * HEAD_DIM, scratch, fill,
+        [&](int row, int c, float sum) { rows[row][c] = sum; });
+    const float scale = a.scale * LOG2E;
+    float top = 0, sums[GROUPS] = {};
+    UNROLL for (int i = 0; i < EACH; i++) {
+        const int c = lane + 32 * i;
+        if (HEAD_DIM % 32 && c >= HEAD_DIM) continue;
+        const float x = rows[warp][c];
+        top = fmaxf(top, fabsf(x));
+        UNROLL for (int group = 0; group < GROUPS; group++)
+            if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
+    }
+    top = warp_max(top);
+    mean = warp_sum(mean);
+    UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
+    const float unit = top > 0 ? 32512.0f / top : 0.0f;  // 127 * 256: two bytes
+    UNROLL for (int i = 0; i < EACH; i++) {
+        const int c = lane + 32 * i;
+        if (HEAD_DIM % 32 == 0 || c < HEAD_DIM) rows[warp][c] *= unit;
+    }
+    if (lane == 0 && b < a.batch) {
+        PreparedQueries& result = *prepared(a, b, head, row_block);
+        // A sum of bytes counts 64 c in units of 256.
+        result.product[r] = exact_times_magic(top * (scale / (127.0f * 64.0f)));
+        result.mean[r] = mean * scale;
+        UNROLL for (int group = 0; group < GROUPS; group++)
+            result.offset[r][group] = sums[group] * scale;
+    }
+    __syncthreads();
+    ROLLED for (int i = threadIdx.x; i < QUERY_ROWS / 4 * KEY_PARTS * 32; i += QUERY_THREADS) {
+        const int l = i % 32, g = l / 4, t = l % 4;
+        const int k = i / 32 % KEY_PARTS, four = 4 * (i / (32 * KEY_PARTS)), local = four + g / 2;
+        const int pair = (first + four) / ROWS, b = pair / a.row_blocks;
+        if (b >= a.batch) continue;
+        const int slot = k / LANE_WORDS, word = t * LANE_WORDS + k % LANE_WORDS;
+        u32 bytes = 0;
+        UNROLL for (int byte = 0; byte < 4; byte++) {
+            if (!EXACT_WORDS && word >= WORDS) continue;
+            const int channel = (2 * (4 * (byte & 1) + slot) + byte / 2) * WORDS + word;
+            const int x = __float2int_rn(rows[local][channel]);
+            const int high = (x + 128) >> 8;
+            bytes |= (u32)((g & 1 ? x - 256 * high : high) & 0xff) << (8 * byte);
+        }
+        prepared(a, b, head, pair % a.row_blocks)->parts[(first + four) % ROWS / 4][k][l] = bytes;
+    }
 }
 
 // The piece's query rows as the B fragments of the windows' keys: column g is row 4 (g & 1) + g / 2

@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments 
             if (units) {
                 s.parts = (units + share / 32) / share;  // rather a little larger than one more
                 if (s.parts < 1) s.parts = 1;
+                if (s.parts > MOST_PARTS) s.parts = MOST_PARTS;
                 here = s.parts * s.row_blocks(a.group) * a.kv_heads;
             }
         }

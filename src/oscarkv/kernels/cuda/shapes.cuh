@@ -12,14 +12,25 @@ constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
 constexpr int WINDOW_COST = (72 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, and slower
 constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
+// A block's working space: the warps' rings; their sums; those of times_matrix.
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+constexpr int MERGE_BYTES = WARPS * ROWS * STRIDE * 4;
+constexpr int PASS_ROWS = ROWS < 8 ? ROWS : 8;  // times_matrix takes so many at a time
+constexpr int SUMS_BYTES = 16 * PASS_ROWS * THREADS;
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
+constexpr int MOST_PARTS = WORK_BYTES / (16 * ROWS);  // of a pair: merge_parts keeps 16 bytes of each row
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
 constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
 constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
+DEVICE float exact_times_magic(float x) { return as_float(as_bits(x) & ~3u); }  // 22 bits times 3
 constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
-constexpr float WEIGHT_LIMIT = 4096.0f;  // p s above this (float16 ends at 65504) moves m
+// Two weights p s as halves (they end at 65504): adding this sets the top bit of one above 4096.
+constexpr u32 ABOVE_4096 = 0x13ff13ffu;
+constexpr u32 ALWAYS_OVER = 0x80008000u;
 
 struct Arguments {
     const u16* q;
