@@ -26,8 +26,8 @@
 #include "block.cuh"
 #include "matrix.cuh"
 #include "queries.cuh"
-#include "history.cuh"
 #include "windows.cuh"
+#include "history.cuh"
 #include "parts.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)

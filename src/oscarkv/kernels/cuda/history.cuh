@@ -1,15 +1,5 @@
 // Packed keys and values: a warp's ring of chunks, and the arithmetic on their codes.
 
-#ifndef TILE_UNROLL
-#define TILE_LOOP UNROLL
-#elif TILE_UNROLL == 1
-#define TILE_LOOP _Pragma("unroll 1")
-#else
-#define TILE_LOOP _Pragma("unroll 2")
-#endif
-#ifndef EARLY
-#define EARLY 1
-#endif
 // A warp's own ring of chunks, and the pages they come from.
 struct Ring {
     const Arguments& a;
@@ -217,6 +207,12 @@ struct History {
         add_values(weights, value_codes);
     }
 
+    // The first tiles of a stage, which every row sees.
+    template <int TILES>
+    DEVICE void read_tiles(const u8* stage, const Grids& grids, float soft_cap) {
+        UNROLL for (int tile = 0; tile < TILES; tile++) read<false>(stage, grids, tile, 0, soft_cap);
+    }
+
     // p = 2^x and the weights p s as halves; not 0 if one is over the limit.
     DEVICE u32 weigh(float (&p)[ROW_GROUPS][2], u32 (&weights)[GROUPS][COLUMN_TILES][2],
                      const float (&x)[ROW_GROUPS][2], const Grid (&value)[2][GROUPS]) {
@@ -409,9 +405,11 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         Grids& grids = s.grids[warp];
         if (STAGED_GRIDS) state.stage_grids(grids, packed);
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
-            TILE_LOOP for (int tile = 0; tile < CHUNK; tile++)
-                if (TILES_PER_PAGE % CHUNK == 0 || tile < tiles)
-                    state.template read<false>(packed, grids, tile, start + tile * TILE, a.soft_cap);
+            constexpr int SHORT = TILES_PER_PAGE % CHUNK;  // tiles of a page's last chunk, if not CHUNK
+            if (SHORT && tiles == SHORT)
+                state.template read_tiles<SHORT ? SHORT : 1>(packed, grids, a.soft_cap);
+            else
+                state.template read_tiles<CHUNK>(packed, grids, a.soft_cap);
         } else {
             for (int tile = 0; tile < tiles; tile++, start += TILE)
                 if (start + TILE > oldest && start <= last - a.recent)

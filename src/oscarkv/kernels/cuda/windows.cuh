@@ -20,7 +20,7 @@ DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, 
             ? a.window_table[(i64)p.sequence * a.window_columns + column_of(tile)] : 0;
     };
     const u64 policy = read_once_policy();
-    constexpr bool EARLY_VALUES = HEAD_DIM <= 128 && EARLY;  // else there are too few registers
+    constexpr bool EARLY_VALUES = HEAD_DIM <= 128;  // else there are too few registers
     int next_page = page_of(p.window_begin + warp);
     for (int tile = p.window_begin + warp; tile < p.window_end; tile += WARPS) {
         const int page = next_page, start = column_of(tile) * WINDOW_ROWS;

@@ -120,6 +120,7 @@ oscar_write(const __grid_constant__ Arguments a) {
 #if MATRIX_SHARED
     extern __shared__ Quad shared_matrix[];
 #endif
+    start_next();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, side = blockIdx.z, pair = side * a.kv_heads + head;
     const Quad* matrix = a.matrices + (i64)pair * MATRIX_QUADS;
