@@ -97,9 +97,7 @@ class Engine:
     def generate(self, prompts: list[list[int]], new: int = 24) -> list[list[int]]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False
-        )
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
         self.cached = [output.num_cached_tokens for output in outputs]

@@ -57,7 +57,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         if settings is None:
             raise OscarError(
                 "--attention-backend CUSTOM is oscarkv's, which needs an artifact: "
-                "--additional-config '{\"oscarkv\": {\"artifact\": FILE}}'"
+                '--additional-config \'{"oscarkv": {"artifact": FILE}}\''
             )
         self.settings = settings
         layers.check_model(settings.loaded, self.config.model_config)

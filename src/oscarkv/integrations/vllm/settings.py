@@ -53,7 +53,9 @@ def settings_of(config: Any) -> Settings | None:
     if not section.get("enabled", True):
         return None
     if "artifact" not in section:
-        raise OscarError("oscarkv needs an artifact: --additional-config '{\"oscarkv\": {\"artifact\": FILE}}'")
+        raise OscarError(
+            'oscarkv needs an artifact: --additional-config \'{"oscarkv": {"artifact": FILE}}\''
+        )
     return Settings(**section)
 
 

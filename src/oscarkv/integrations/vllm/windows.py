@@ -110,9 +110,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
     ) -> list[KVCacheBlock]:
         """The new entries of the request's table, null blocks among them: the worker appends."""
         blocks = self.req_to_blocks[request_id]
-        real = self._is_real(
-            len(blocks), cdiv(num_tokens, self.block_size), num_tokens_main_model
-        )
+        real = self._is_real(len(blocks), cdiv(num_tokens, self.block_size), num_tokens_main_model)
         fresh = self.block_pool.get_new_blocks(sum(real))
         if self._record_new_block_ids:
             self.new_block_ids.extend(block.block_id for block in fresh)
@@ -184,7 +182,9 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
 
         if drop_eagle_block:
             max_length -= size
-        for length in range(max_length // alignment_tokens * alignment_tokens, 0, -alignment_tokens):
+        for length in range(
+            max_length // alignment_tokens * alignment_tokens, 0, -alignment_tokens
+        ):
             blocks = length // size
             tail = max(0, length - kv_cache_spec.sliding_window + 1) // size
             sink = min(kv_cache_spec.sink_blocks, blocks)
@@ -233,7 +233,9 @@ class WindowBackend(AttentionBackend):  # type: ignore[misc]
 class WindowLayer(AttentionLayerBase):  # type: ignore[misc]
     """The companion of one attention layer; vLLM binds its cache to it."""
 
-    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, sink: int, recent: int, page: int) -> None:
+    def __init__(
+        self, heads: int, head_dim: int, dtype: torch.dtype, sink: int, recent: int, page: int
+    ) -> None:
         self.kv_cache = torch.tensor([])
         self.spec = WindowSpec(
             block_size=PAGE_QUANTUM,
