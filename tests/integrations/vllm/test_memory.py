@@ -83,9 +83,8 @@ def test_a_long_prompt_takes_few_window_blocks(tiny_model):
     with tiny_model.engine({}) as engine:
         taken = []
         manager = engine.manager.coordinator.single_type_managers[1]
-        plain = manager.allocate_new_blocks
 
-        def spy(*arguments):
+        def spy(*arguments, plain=manager.allocate_new_blocks):
             blocks = plain(*arguments)
             taken.append(sum(not block.is_null for block in blocks))
             return blocks
@@ -93,4 +92,52 @@ def test_a_long_prompt_takes_few_window_blocks(tiny_model):
         manager.allocate_new_blocks = spy
         engine.generate([prompt], 4)
         assert taken[0] <= 1 + (64 + 16) // 16 + 1
-        del manager.allocate_new_blocks, plain, spy, manager
+        del manager.allocate_new_blocks, spy
+
+
+@pytest.mark.parametrize(("head_dim", "least"), [(64, 6.0), (128, 6.3)])
+def test_capacity_at_32k(head_dim, least):
+    """Blocks a request of 32,768 tokens is charged, against BF16's of the same bytes."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.utils.math_utils import cdiv
+
+    from oscarkv import Recipe
+    from oscarkv.integrations.vllm.settings import page_layout
+    from oscarkv.integrations.vllm.windows import WindowLayer
+
+    length, recipe = 32768, Recipe.named("balanced")
+    page = page_layout(recipe, head_dim, torch.bfloat16).page_size
+    layer = WindowLayer(8, head_dim, torch.bfloat16, recipe.sink, recipe.recent, page)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=length), max_concurrent_batches=2
+    )
+    spec = layer.get_kv_cache_spec(config)
+    windows = spec.max_memory_usage_bytes(config) // spec.page_size_bytes
+    assert spec.page_size_bytes == 8 * 2 * 16 * head_dim * 2
+    assert length / 16 / (cdiv(length, page) + windows) >= least
+
+
+def test_the_reported_concurrency_decodes_without_preemption(tiny_model):
+    knobs = {"num_gpu_blocks_override": 160, "max_model_len": 1024, "max_num_seqs": 32}
+    with tiny_model.engine({}, **knobs) as engine:
+        count = int(engine.llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency)
+        assert count >= 5
+        preempted, running = [], []
+        scheduler = engine.scheduler
+
+        def refuse(request, *arguments, **options):
+            preempted.append(request.request_id)
+            raise AssertionError("preempted")
+
+        def spy(*arguments, plain=scheduler.schedule, **options):
+            made = plain(*arguments, **options)
+            running.append(len(scheduler.running))
+            return made
+
+        scheduler._preempt_request, scheduler.schedule = refuse, spy
+        engine.generate(prompts(*[900] * count, seed=5), 120)
+        assert not preempted
+        assert max(running) == count
+        del scheduler._preempt_request, scheduler.schedule, spy

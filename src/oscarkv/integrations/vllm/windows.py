@@ -8,6 +8,7 @@ are taken only for what is still recent at its end.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
     sink: int
     #: Prefix hits end at multiples of this: the history's page.
     hit_alignment: int
+    #: Steps that may be under way at once.
+    batches: int = 1
 
     @property
     def sink_blocks(self) -> int:
@@ -52,15 +55,28 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
             end -= SLACK
         return max(0, end - self.sliding_window + 1) // self.block_size
 
+    def _tail_blocks(self, more: int) -> int:
+        return cdiv(self.sliding_window + more, self.block_size) + 1
+
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
-        """Blocks a request holds at most: the sink, the last chunk's tail, and the tail before it
-        that the chunk's own queries read."""
-        tail = cdiv(self.sliding_window + max(SLACK, self.hit_alignment), self.block_size) + 1
-        tokens = self.sliding_window + max(SLACK, self.hit_alignment) + max_in_flight_tokens
-        held = min(2 * tail, cdiv(tokens, self.block_size) + 1)
+        """Blocks a request holds at most, while its prompt is read: the sink, the end of each
+        chunk under way, and the end of the one before, which the first chunk's queries read."""
+        more = max(SLACK, self.hit_alignment)
+        ends = (self.batches + 1) * self._tail_blocks(more)
+        held = min(ends, self._tail_blocks(more + max_in_flight_tokens))
         return min(self.sink_blocks + held, cdiv(max_model_len, self.block_size))
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What a request holds while it decodes, and its share of what prompts take meanwhile.
+
+        Few prompts are read at once: charging every request for two ends of chunks would cost a
+        tenth of the capacity. Admission counts the real maximum, above."""
+        share = self.hit_alignment // self.block_size
+        blocks = self.sink_blocks + self._tail_blocks(SLACK) + share
+        longest = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+        return min(blocks, longest) * self.page_size_bytes
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(spec == self for spec in kv_cache_specs.values())
@@ -253,4 +269,4 @@ class WindowLayer(AttentionLayerBase):  # type: ignore[misc]
         return WindowBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
-        return self.spec
+        return dataclasses.replace(self.spec, batches=vllm_config.max_concurrent_batches)
