@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.config")
 
 from engines import prompts
 

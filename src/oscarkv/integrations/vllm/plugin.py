@@ -22,13 +22,14 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from oscarkv.integrations.vllm import windows
+    from oscarkv.integrations.vllm import check, windows
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{_PACKAGE}.backend.OscarBackend")
     register_backend(windows.BACKEND_NAME, f"{_PACKAGE}.windows.WindowBackend")
     if current_platform.is_cpu():  # takes CPU_ATTN, whatever --attention-backend says
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_PACKAGE}.cpu.SwitchBackend")
     windows.register_spec()
+    check.install()
     _registered = True
 
 

@@ -1,0 +1,82 @@
+"""Checks of a server's configuration, in the process that makes it, before any worker starts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+
+from oscarkv.errors import OscarError
+from oscarkv.integrations.vllm.layers import check_model
+from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of
+from oscarkv.integrations.vllm.windows import WindowLayer
+
+logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
+
+
+def check_config(config: Any) -> None:
+    """Refuse what cannot work, in one line; say what the cache will cost. `config`: VllmConfig."""
+    settings = settings_of(config)
+    if settings is None:
+        return
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    check_model(settings.loaded, model)
+    missing = sorted(set(range(settings.loaded.model.layers)) - set(settings.loaded.layers))
+    page = page_layout(settings.recipe, model.get_head_size(), model.dtype).page_size
+    refused = {
+        f"layers {missing} have no transforms in {settings.artifact}": bool(missing),
+        f"--kv-cache-dtype {cache.cache_dtype}: the cache is oscarkv's": cache.cache_dtype
+        != "auto",
+        f"--block-size {cache.block_size}: pages hold {page} tokens; leave it out": bool(
+            cache.user_specified_block_size and cache.block_size != page
+        ),
+        "--disable-hybrid-kv-cache-manager: windows are a cache group of their own": bool(
+            config.scheduler_config.disable_hybrid_kv_cache_manager
+        ),
+        "context parallelism": parallel.decode_context_parallel_size > 1,
+        "a KV connector": config.kv_transfer_config is not None,
+        f"recipe {settings.recipe.name!r}: it packs nothing": settings.recipe.exact,
+    }
+    for what, present in refused.items():
+        if present:
+            raise OscarError(f"oscarkv cannot be used with {what}")
+    logger.info("oscarkv: %s", describe(config, settings))
+
+
+def describe(config: Any, settings: Settings) -> str:
+    """What a request of the longest length takes, padding and windows included."""
+    model, recipe = config.model_config, settings.recipe
+    dim, length = model.get_head_size(), model.max_model_len
+    layout = page_layout(recipe, dim, model.dtype)
+    layer = WindowLayer(1, dim, model.dtype, recipe.sink, recipe.recent, layout.page_size)
+    spec = layer.get_kv_cache_spec(config)
+    taken = cdiv(length, layout.page_size) * spec.page_size_bytes
+    taken += spec.max_memory_usage_bytes(config)
+    plain = 2 * dim * length * model.dtype.itemsize
+    bits = 8 * taken / (2 * dim * length)
+    return (
+        f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}, pages of "
+        f"{layout.page_size} tokens; at {length:,} tokens {bits:.2f} bits an "
+        f"element are reserved, and memory holds {plain / taken:.2f}x the tokens of a "
+        f"{str(model.dtype).removeprefix('torch.')} cache"
+    )
+
+
+def install() -> None:
+    """Have vLLM's own argument handling end with the check: it has no hook for that."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = EngineArgs.create_engine_config
+    if getattr(plain, "_oscarkv", False):
+        return
+
+    @functools.wraps(plain)
+    def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
+        config = plain(self, *arguments, **options)
+        check_config(config)
+        return config
+
+    create_engine_config._oscarkv = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
