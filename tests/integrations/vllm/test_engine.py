@@ -86,24 +86,3 @@ def test_prefix_hits_with_small_windows(tiny_model, asked, strict, chunk):
         assert engine.generate(both) == tiny_model.oracle(both)
         assert engine.cached == [0, 672, 0]
         assert engine.used_blocks == 0
-
-
-def test_drafts_that_are_rejected_leave_no_trace(tiny_model):
-    """Prompt lookup: steps of up to five tokens, rolled back where the draft was wrong."""
-    asked = [(list(range(10, 40)) * 20)[:length] for length in (100, 350)]
-    speculative = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
-    with tiny_model.engine(
-        STRICT,
-        enable_prefix_caching=True,
-        max_num_batched_tokens=128,
-        speculative_config=speculative,
-    ) as engine:
-        expected = tiny_model.oracle(asked, 40)
-        for _ in range(2):
-            assert engine.generate(asked, 40) == expected
-        assert engine.used_blocks == 0
