@@ -6,12 +6,11 @@ import functools
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
 
 from oscarkv.errors import OscarError
+from oscarkv.integrations.vllm.capacity import Capacity
 from oscarkv.integrations.vllm.layers import check_model
 from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of
-from oscarkv.integrations.vllm.windows import WindowLayer
 
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
 
@@ -48,18 +47,12 @@ def check_config(config: Any) -> None:
 def describe(config: Any, settings: Settings) -> str:
     """What a request of the longest length takes, padding and windows included."""
     model, recipe = config.model_config, settings.recipe
-    dim, length = model.get_head_size(), model.max_model_len
-    layout = page_layout(recipe, dim, model.dtype)
-    layer = WindowLayer(1, dim, model.dtype, recipe.sink, recipe.recent, layout.page_size)
-    spec = layer.get_kv_cache_spec(config)
-    taken = cdiv(length, layout.page_size) * spec.page_size_bytes
-    taken += spec.max_memory_usage_bytes(config)
-    plain = 2 * dim * length * model.dtype.itemsize
-    bits = 8 * taken / (2 * dim * length)
+    length = model.max_model_len
+    capacity = Capacity(1, 1, model.get_head_size(), model.dtype, recipe, length)
     return (
         f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}, pages of "
-        f"{layout.page_size} tokens; at {length:,} tokens {bits:.2f} bits an "
-        f"element are reserved, and memory holds {plain / taken:.2f}x the tokens of a "
+        f"{capacity.layout.page_size} tokens; at {length:,} tokens {capacity.bits:.2f} bits an "
+        f"element are reserved, and memory holds {capacity.gain:.2f}x the tokens of a "
         f"{str(model.dtype).removeprefix('torch.')} cache"
     )
 

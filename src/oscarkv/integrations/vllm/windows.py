@@ -23,12 +23,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.integrations.vllm.capacity import SLACK, WindowBlocks
 from oscarkv.integrations.vllm.settings import window_page_bytes
 
 BACKEND_NAME = "OSCARKV_WINDOWS"
 SUFFIX = ".oscarkv_windows"
-#: Tokens by which a step may be rolled back (rejected drafts) with its windows still there.
-SLACK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,12 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
     batches: int = 1
 
     @property
+    def counts(self) -> WindowBlocks:
+        return WindowBlocks(self.sink, self.sliding_window, self.hit_alignment)
+
+    @property
     def sink_blocks(self) -> int:
-        return cdiv(self.sink, self.block_size)
+        return self.counts.sink_blocks
 
     def tail_start(self, end: int, caching: bool = False) -> int:
         """First block that must be real once `end` tokens are there.
@@ -55,28 +58,14 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
             end -= SLACK
         return max(0, end - self.sliding_window + 1) // self.block_size
 
-    def _tail_blocks(self, more: int) -> int:
-        return cdiv(self.sliding_window + more, self.block_size) + 1
-
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
-        """Blocks a request holds at most, while its prompt is read: the sink, the end of each
-        chunk under way, and the end of the one before, which the first chunk's queries read."""
-        more = max(SLACK, self.hit_alignment)
-        ends = (self.batches + 1) * self._tail_blocks(more)
-        held = min(ends, self._tail_blocks(more + max_in_flight_tokens))
-        return min(self.sink_blocks + held, cdiv(max_model_len, self.block_size))
+        return self.counts.admission(max_model_len, max_in_flight_tokens, self.batches)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What a request holds while it decodes, and its share of what prompts take meanwhile.
-
-        Few prompts are read at once: charging every request for two ends of chunks would cost a
-        tenth of the capacity. Admission counts the real maximum, above."""
-        share = self.hit_alignment // self.block_size
-        blocks = self.sink_blocks + self._tail_blocks(SLACK) + share
-        longest = cdiv(vllm_config.model_config.max_model_len, self.block_size)
-        return min(blocks, longest) * self.page_size_bytes
+        charged = self.counts.charged(vllm_config.model_config.max_model_len)
+        return charged * self.page_size_bytes
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(spec == self for spec in kv_cache_specs.values())
