@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm.capacity import Capacity
@@ -13,6 +15,9 @@ from oscarkv.integrations.vllm.layers import check_model
 from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of
 
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
+
+#: Connectors that follow the windows' null blocks.
+CONNECTORS = ("DecodeBenchConnector",)
 
 
 def check_config(config: Any) -> None:
@@ -24,6 +29,8 @@ def check_config(config: Any) -> None:
     check_model(settings.loaded, model)
     missing = sorted(set(range(settings.loaded.model.layers)) - set(settings.loaded.layers))
     page = page_layout(settings.recipe, model.get_head_size(), model.dtype).page_size
+    connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
+    chosen = config.attention_config.backend
     refused = {
         f"layers {missing} have no transforms in {settings.artifact}": bool(missing),
         f"--kv-cache-dtype {cache.cache_dtype}: the cache is oscarkv's": cache.cache_dtype
@@ -35,8 +42,15 @@ def check_config(config: Any) -> None:
             config.scheduler_config.disable_hybrid_kv_cache_manager
         ),
         "context parallelism": parallel.decode_context_parallel_size > 1,
-        "a KV connector": config.kv_transfer_config is not None,
+        "--enable-dbo: a step is planned once for all layers": bool(parallel.use_ubatching),
+        f"the KV connector {connector}: only {', '.join(CONNECTORS)} is known to fit": bool(
+            connector and connector not in CONNECTORS
+        ),
         f"recipe {settings.recipe.name!r}: it packs nothing": settings.recipe.exact,
+        # Without this the server would run stock attention, and nobody would know.
+        "vLLM's own attention: say --attention-backend CUSTOM": bool(
+            chosen is not AttentionBackendEnum.CUSTOM and not current_platform.is_cpu()
+        ),
     }
     for what, present in refused.items():
         if present:

@@ -11,14 +11,13 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError, UnsupportedModelError
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.metadata import HistoryMetadata
 from oscarkv.integrations.vllm.settings import page_layout, settings_of
 from oscarkv.integrations.vllm.step import Step, step_of
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowLayer
-from oscarkv.kernels import LayerCache
+from oscarkv.kernels import LayerCache, Transforms
 
 
 class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
@@ -62,9 +61,10 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         self.settings = settings
         layers.check_model(settings.loaded, self.config.model_config)
         layers.activate(settings)
-        self._name = ""
-        self._cache: LayerCache | None = None
-        self._bound: tuple[int, int] | None = None
+        self._windows: WindowLayer | None = None
+        self._windows_name = ""
+        self._transforms: Transforms | None = None
+        self._memo: dict[str, Tensor] = {}
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -76,34 +76,39 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         names = [name for name, layer in known.items() if getattr(layer, "impl", None) is self]
         if len(names) != 1:
             raise OscarError(f"an attention layer is known to vLLM under {len(names)} names")
-        self._name = names[0]
-        layer, recipe = known[self._name], self.settings.recipe
+        layer, recipe = known[names[0]], self.settings.recipe
         layer.attn_backend = OscarBackend
         dtype = layer.kv_cache_torch_dtype
         page = page_layout(recipe, self.head_size, dtype).page_size
-        known[self._name + SUFFIX] = WindowLayer(
+        self._windows_name = names[0] + SUFFIX
+        self._windows = known[self._windows_name] = WindowLayer(
             self.num_kv_heads, self.head_size, dtype, recipe.sink, recipe.recent, page
         )
+        # Here and not at the first step: vLLM measures what a model takes before it makes caches.
+        artifact, index = self.settings.loaded, extract_layer_index(names[0])
+        if index not in artifact.layers:
+            raise OscarError(f"layer {index} has no transforms in {self.settings.artifact}")
+        heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
+        device = self.config.device_config.device
+        self._transforms = layers.rank_transforms(artifact.layers[index], heads, device)
 
     def _layer(self, history: Tensor) -> LayerCache:
-        window = get_forward_context().no_compile_layers[self._name + SUFFIX].kv_cache
-        bound = (history.data_ptr(), window.data_ptr())
-        if self._cache is None or self._bound != bound:
-            artifact = self.settings.loaded
-            index = extract_layer_index(self._name)
-            if index not in artifact.layers:
-                raise OscarError(f"layer {index} has no transforms in {self.settings.artifact}")
-            self._cache = layers.make_layer(
-                artifact.layers[index],
-                self.settings,
-                layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads),
+        """The cache that vLLM bound last. It makes a small one first, to capture graphs and see
+        what they take; the windows' layer keeps what is ours of it, and lets go with it."""
+        windows, transforms = self._windows, self._transforms
+        assert windows is not None
+        assert transforms is not None
+        if windows.layer is None:
+            windows.layer = layers.bind(
+                transforms,
+                self._memo,
+                self.settings.recipe,
                 self.scale,
                 self.soft_cap,
                 history,
-                window,
+                windows.kv_cache,
             )
-            self._bound = bound
-        return self._cache
+        return windows.layer
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -119,9 +124,9 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
             return
         cache = self._layer(kv_cache)
         tokens = slot_mapping.shape[0]
-        windows = get_forward_context().slot_mapping[self._name + SUFFIX][:tokens]
-        # Block 0 is vLLM's null block: it stands for tokens whose window block was never taken.
-        windows = torch.where(windows < PAGE_QUANTUM, -1, windows)
+        # Slots in block 0, vLLM's null block, stand for tokens whose window block was never taken;
+        # to the kernels that is page 0, where nothing is written.
+        windows = get_forward_context().slot_mapping[self._windows_name][:tokens]
         step_of(self.config, self.settings, kv_cache.device).decoding.write(
             key[:tokens], value[:tokens], slot_mapping, windows, cache
         )
@@ -145,7 +150,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         cache = self._layer(kv_cache)
         step: Step = step_of(self.config, self.settings, kv_cache.device)
         context = get_forward_context().attn_metadata
-        step.plan(attn_metadata, context[self._name + SUFFIX].table, cache)
+        step.plan(attn_metadata, context[self._windows_name].table, cache)
         out = output.view(-1, self.num_heads, self.head_size)
         step.attend(query, key, value, cache, out)
         return output

@@ -14,6 +14,7 @@ from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import ModelMismatchError, OscarError
 from oscarkv.integrations.vllm.settings import Settings, page_layout
 from oscarkv.kernels import LayerCache, Transforms
+from oscarkv.recipe import Recipe
 
 _active: Settings | None = None
 
@@ -56,31 +57,40 @@ def rank_heads(total: int, mine: int) -> slice:
     return slice(first, first + mine)
 
 
-def make_layer(
-    transforms: LayerTransforms,
-    settings: Settings,
-    heads: slice,
+def rank_transforms(
+    transforms: LayerTransforms, heads: slice, device: torch.device | str
+) -> Transforms:
+    """The matrices of some KV heads, on the device that uses them."""
+
+    def mine(tensor: Tensor, axis: int = 0) -> Tensor:
+        index = (slice(None),) * axis + (heads,)
+        return tensor[index].contiguous().to(device)
+
+    return Transforms(
+        key=mine(transforms.key),
+        query=mine(transforms.query),
+        key_mean=mine(transforms.key_mean),
+        value=mine(transforms.value),
+        value_inverse=mine(transforms.value_inverse),
+        value_mean=mine(transforms.value_mean),
+        exponents=mine(transforms.exponents, 1),
+        metric=None if transforms.metric is None else mine(transforms.metric),
+    )
+
+
+def bind(
+    transforms: Transforms,
+    memo: dict[str, Tensor],
+    recipe: Recipe,
     scale: float,
     soft_cap: float | None,
     history: Tensor,
     window: Tensor,
 ) -> LayerCache:
-    """history: vLLM's [blocks, heads, 1, bytes]; window: [blocks, heads, 1, 2 * 16 * d]."""
-    recipe, dim = settings.recipe, transforms.key_mean.shape[-1]
+    """A layer over vLLM's tensors: history [blocks, heads, 1, bytes] and window
+    [blocks, heads, 1, 2 * 16 * d]. `memo` outlives them: it holds constants of the transforms."""
+    dim = transforms.key.shape[-1]
     layout = page_layout(recipe, dim, window.dtype)
-    device = history.device
-
-    def mine(tensor: Tensor | None, axis: int = 0) -> Tensor | None:
-        if tensor is None:
-            return None
-        index = (slice(None),) * axis + (heads,)
-        return tensor[index].contiguous().to(device)
-
-    def need(tensor: Tensor, axis: int = 0) -> Tensor:
-        found = mine(tensor, axis)
-        assert found is not None
-        return found
-
     pages = history[:, :, 0, : layout.bytes]
     windows = window[:, :, 0].unflatten(-1, (2, PAGE_QUANTUM, dim))
     if pages.dtype != torch.uint8 or pages.stride(-1) != 1 or windows.stride(-1) != 1:
@@ -91,16 +101,7 @@ def make_layer(
     return LayerCache(
         history=pages,
         window=windows,
-        transforms=Transforms(
-            key=need(transforms.key),
-            query=need(transforms.query),
-            key_mean=need(transforms.key_mean),
-            value=need(transforms.value),
-            value_inverse=need(transforms.value_inverse),
-            value_mean=need(transforms.value_mean),
-            exponents=need(transforms.exponents, 1),
-            metric=mine(transforms.metric),
-        ),
+        transforms=transforms,
         layout=layout,
         key_codec=RowCodec.for_keys(recipe, dim),
         value_codec=RowCodec.for_values(recipe, dim),
@@ -108,4 +109,5 @@ def make_layer(
         recent=recipe.recent,
         scale=scale,
         soft_cap=soft_cap,
+        memo=memo,
     )

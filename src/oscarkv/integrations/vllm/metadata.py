@@ -1,4 +1,9 @@
-"""vLLM's description of a step, kept as the tensors a plan needs. Nothing waits for the device."""
+"""vLLM's description of a step, kept as the tensors a plan needs. Nothing waits for the device.
+
+Lengths and tables are vLLM's own buffers, which lie at the same addresses in every step: a captured
+graph that is replayed reads what vLLM wrote there since. Its rows beyond the batch have no new
+tokens (and length 0), its slots beyond the batch are -1: kernels take both for padding.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from oscarkv.integrations.vllm.settings import settings_of
+
 
 @dataclass
 class HistoryMetadata(AttentionMetadata):  # type: ignore[misc]
@@ -23,7 +30,8 @@ class HistoryMetadata(AttentionMetadata):  # type: ignore[misc]
     tokens: int
     decodes: int  # sequences
     decode_tokens: int
-    max_query_len: int
+    max_query_len: int  # at least the longest sequence's number of new tokens
+    max_decode_len: int  # the same of the decodes
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B]
     table: Tensor  # int32 [B, pages]
@@ -35,7 +43,8 @@ class WindowMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 class HistoryBuilder(AttentionMetadataBuilder[HistoryMetadata]):  # type: ignore[misc]
-    _cudagraph_support = AttentionCGSupport.NEVER  # until it was run on a GPU
+    #: Graphs hold decodes of equal length: one token, or that and the drafts.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold = 1
 
     def __init__(
@@ -44,21 +53,27 @@ class HistoryBuilder(AttentionMetadataBuilder[HistoryMetadata]):  # type: ignore
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        settings = settings_of(vllm_config)
+        if settings is not None and settings.backend == "torch":  # it waits for the device
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HistoryMetadata:
-        common = common_attn_metadata
-        decodes, _, decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold or 1
-        )
+        common, longest = common_attn_metadata, self.reorder_batch_threshold or 1
+        decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, longest)
         return HistoryMetadata(
             common.num_actual_tokens,
             decodes,
             decode_tokens,
             common.max_query_len,
+            min(common.max_query_len, longest),
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,

@@ -17,9 +17,10 @@ class Step:
     """Two backends, since a batch may hold decodes and chunks of prompts, and a backend holds one
     plan."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: Settings, device: torch.device, sequences: int) -> None:
         self.strict = settings.strict
         self.decoding = get_backend(settings.backend, device)
+        self.decoding.reserve(sequences)  # graphs of fewer are captured as well
         self.prefilling = get_backend(settings.backend, device)
         self._planned: HistoryMetadata | None = None
 
@@ -36,9 +37,13 @@ class Step:
             windows = _within(windows, step.seq_lens, PAGE_QUANTUM)
         n, starts = step.decodes, step.query_start_loc
         if n:
-            longest = min(step.max_query_len, step.decode_tokens)
             self.decoding.plan(
-                step.seq_lens[:n], starts[: n + 1], history[:n], windows[:n], self.strict, longest
+                step.seq_lens[:n],
+                starts[: n + 1],
+                history[:n],
+                windows[:n],
+                self.strict,
+                step.max_decode_len,
             )
         if step.tokens > step.decode_tokens:
             self.prefilling.plan(
@@ -74,5 +79,6 @@ def step_of(config: Any, settings: Settings, device: torch.device) -> Step:
     found = _steps.get(id(config))
     if found is None or found[0] is not config:
         _steps.clear()  # those of engines that are gone
-        found = _steps[id(config)] = (config, Step(settings, device))
+        sequences = config.scheduler_config.max_num_seqs
+        found = _steps[id(config)] = (config, Step(settings, device, sequences))
     return found[1]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.integrations.vllm.capacity import SLACK, WindowBlocks
 from oscarkv.integrations.vllm.settings import window_page_bytes
+from oscarkv.kernels import LayerCache
 
 BACKEND_NAME = "OSCARKV_WINDOWS"
 SUFFIX = ".oscarkv_windows"
@@ -107,25 +109,41 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
             have = sum(not block.is_null for block in (*held, *new_computed_blocks))
             wanted = needed if cap is None else min(needed, cap)
             return max(wanted - have, 0) + evictable
-        first = len(held) + len(new_computed_blocks)
-        return sum(self._is_real(first, needed, num_tokens_main_model)) + evictable
+        first, external = len(held) + len(new_computed_blocks), 0
+        if total_computed_tokens > num_local_computed_tokens:  # a connector brings the others
+            last = cdiv(total_computed_tokens, self.block_size)
+            external = sum(self._is_real(first, last, total_computed_tokens))
+            first = max(first, last)
+        return external + sum(self._is_real(first, needed, num_tokens_main_model)) + evictable
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """The new entries of the request's table, null blocks among them: the worker appends."""
+        return self._extend(request_id, num_tokens, num_tokens_main_model, record=True)
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Tokens that a connector brings: blocks for what the next query reads of them exactly."""
+        end = num_local_computed_tokens + num_external_computed_tokens
+        self._extend(request_id, end, end, record_for_zeroing)
+
+    def _extend(self, request_id: str, tokens: int, end: int, record: bool) -> list[KVCacheBlock]:
+        """The new entries for `tokens` tokens, those real that matter once `end` are there."""
         blocks = self.req_to_blocks[request_id]
-        real = self._is_real(len(blocks), cdiv(num_tokens, self.block_size), num_tokens_main_model)
+        real = self._is_real(len(blocks), cdiv(tokens, self.block_size), end)
         fresh = self.block_pool.get_new_blocks(sum(real))
-        if self._record_new_block_ids:
+        if self._record_new_block_ids and record:
             self.new_block_ids.extend(block.block_id for block in fresh)
         source = iter(fresh)
         added = [next(source) if is_real else self._null_block for is_real in real]
         blocks.extend(added)
         return added
-
-    def allocate_external_computed_blocks(self, *arguments: Any, **options: Any) -> None:
-        raise NotImplementedError("oscarkv does not take tokens from a KV connector yet")
 
     def remove_skipped_blocks(
         self,
@@ -241,6 +259,8 @@ class WindowLayer(AttentionLayerBase):  # type: ignore[misc]
     def __init__(
         self, heads: int, head_dim: int, dtype: torch.dtype, sink: int, recent: int, page: int
     ) -> None:
+        #: The attention layer's whole cache, once it was asked for.
+        self.layer: LayerCache | None = None
         self.kv_cache = torch.tensor([])
         self.spec = WindowSpec(
             block_size=PAGE_QUANTUM,
@@ -253,6 +273,15 @@ class WindowLayer(AttentionLayerBase):  # type: ignore[misc]
             sink=sink,
             hit_alignment=page,
         )
+
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        self._kv_cache = cache
+        self.layer = None  # it would keep another cache's memory
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return WindowBackend
