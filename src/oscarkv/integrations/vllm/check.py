@@ -38,14 +38,15 @@ def check_config(config: Any) -> None:
         f"--block-size {cache.block_size}: pages hold {page} tokens; leave it out": bool(
             cache.user_specified_block_size and cache.block_size != page
         ),
+        # Before the next one, which some connectors bring about.
+        f"the KV connector {connector}: only {', '.join(CONNECTORS)} is known to fit": bool(
+            connector and connector not in CONNECTORS
+        ),
         "--disable-hybrid-kv-cache-manager: windows are a cache group of their own": bool(
             config.scheduler_config.disable_hybrid_kv_cache_manager
         ),
         "context parallelism": parallel.decode_context_parallel_size > 1,
         "--enable-dbo: a step is planned once for all layers": bool(parallel.use_ubatching),
-        f"the KV connector {connector}: only {', '.join(CONNECTORS)} is known to fit": bool(
-            connector and connector not in CONNECTORS
-        ),
         f"recipe {settings.recipe.name!r}: it packs nothing": settings.recipe.exact,
         # Without this the server would run stock attention, and nobody would know.
         "vLLM's own attention: say --attention-backend CUSTOM": bool(
