@@ -3,9 +3,13 @@
 import dataclasses
 import io
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -109,6 +113,32 @@ def test_a_failing_engine_costs_only_itself(engine: Path, fault: str, reason: st
     assert record.runs[1].status == "measured"
     assert saved[-1]["runs"][0]["reason"] == record.runs[0].reason
     assert record.failed == [record.runs[0]]
+
+
+def test_a_killed_benchmark_takes_its_engine_along(engine: Path) -> None:
+    code = (
+        "from test_serving import *; import os, threading\n"
+        "threading.Timer(2, lambda: os._exit(3)).start()\n"
+        "bench(plan(engine={'fault': 'hangs'}))"
+    )
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, *sys.path])
+    child = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+    assert child.returncode == 3
+    for _ in range(50):
+        lines = [process.cmdline() for process in psutil.process_iter() if is_worker(process)]
+        if not lines:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still there: {lines}")
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        words = process.cmdline()
+        return "oscarkv.benchmark.serving_worker" in words and "hangs" in words[-1]
+    except psutil.Error:
+        return False
 
 
 def test_stock_attention_is_not_measured_as_ours(engine: Path) -> None:

@@ -190,7 +190,7 @@ def _worker(
         [sys.executable, "-m", "oscarkv.benchmark.serving_worker", plan.to_json()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # nothing is written; its end tells the worker that we are gone
         text=True,
         errors="replace",
         env=environment,

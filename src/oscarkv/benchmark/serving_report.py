@@ -109,6 +109,7 @@ def _loads(record: ServingRecord) -> Table:
                     "tokens/s": f"{load['tokens_per_s']:,.1f}",
                     "requests/s": f"{load['requests_per_s']:.4g}",
                     "at once": str(load["most_at_once"]),
+                    "preempted": _figure(load["preemptions"], "d"),
                     "first token, s: p50 / p99": _pair(first),
                     "between tokens, ms: p50 / p99": _pair(between, 1e3),
                 }

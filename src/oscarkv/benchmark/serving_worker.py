@@ -9,9 +9,12 @@ JSON behind a mark.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -28,12 +31,20 @@ class DoesNotFit(Exception):
 
 def main() -> None:
     plan = EnginePlan.from_json(sys.argv[1])
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         _run(plan)
     except Exception as error:
         traceback.print_exc()
         emit("failed", reason=one_line(error))
         sys.exit(1)
+
+
+def _end_with_the_parent() -> None:
+    """A benchmark that is killed must not leave engines behind that hold the GPU: the parent never
+    writes here, and the pipe ends with it."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 def emit(event: str, **figures: Any) -> None:
@@ -106,7 +117,7 @@ class Driver:
         """Fresh tokens every time, so that nothing is found in a cache."""
         return self._rng.choices(range(3, self.plan.vocabulary), k=length)
 
-    def submit(self, length: int, new: int) -> str:
+    def submit(self, tokens: list[int], new: int) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -119,8 +130,7 @@ class Driver:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"prompt_token_ids": self.prompt(length)}
-        self.engine.add_request(name, prompt, sampling)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
         return name
 
     def warm_up(self) -> None:
@@ -129,7 +139,7 @@ class Driver:
         length = min(64, self.plan.longest - new)
         for batch in sorted({shape.batch for shape in self.plan.shapes} | {1}):
             for _ in range(batch):
-                self.submit(length, new)
+                self.submit(self.prompt(length), new)
             self.drain()
 
     def drain(self) -> None:
@@ -142,7 +152,7 @@ class Driver:
         asked = shape.batch * (shape.context + room)
         if asked > self.capacity:
             raise DoesNotFit(f"{asked:,} tokens at once, and the cache holds {self.capacity:,}")
-        made = {self.submit(shape.context, room): 0 for _ in range(shape.batch)}
+        made = {self.submit(self.prompt(shape.context), room): 0 for _ in range(shape.batch)}
         begin, first = None, 0
         try:
             while True:
@@ -164,17 +174,20 @@ class Driver:
             self.drain()
 
     def first_token(self, length: int) -> float:
+        tokens = self.prompt(length)
         begin = time.perf_counter()
-        self.submit(length, 1)
+        self.submit(tokens, 1)
         self.drain()
         return time.perf_counter() - begin
 
     def serve(self, load: Load) -> dict[str, Any]:
         """All requests at once; the engine runs as many of them together as it can hold."""
-        begin = time.perf_counter()
-        names = [self.submit(load.context, load.new_tokens) for _ in range(load.requests)]
-        times: dict[str, list[float]] = {name: [] for name in names}
-        submitted, most = time.perf_counter(), 0
+        prompts = [self.prompt(load.context) for _ in range(load.requests)]
+        preempted = count_preemptions(self.engine)
+        begin, most = time.perf_counter(), 0
+        times: dict[str, list[float]] = {
+            self.submit(prompt, load.new_tokens): [] for prompt in prompts
+        }
         while self.engine.has_unfinished_requests():
             outputs, now = self.engine.step(), time.perf_counter()
             most = max(most, len(outputs))
@@ -185,14 +198,32 @@ class Driver:
         tokens = sum(map(len, times.values()))
         return {
             "seconds": end - begin,
-            "submitting_seconds": submitted - begin,
             "tokens": tokens,
             "tokens_per_s": tokens / (end - begin),
             "requests_per_s": load.requests / (end - begin),
             "most_at_once": most,
+            "preemptions": None if preempted is None else len(preempted),
             "first_token_s": spread([row[0] - begin for row in times.values() if row]),
             "between_tokens_s": spread(gaps),
         }
+
+
+def count_preemptions(engine: Any) -> list[str] | None:
+    """Requests that lost their place from now on: they are read again, which takes time. None:
+    the scheduler is in another process (VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps it here)."""
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+    scheduler = getattr(core, "scheduler", None)
+    if scheduler is None:
+        return None
+    found: list[str] = []
+    plain = scheduler._preempt_request
+
+    def count(request: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(request.request_id)
+        return plain(request, *arguments, **options)
+
+    scheduler._preempt_request = count
+    return found
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
