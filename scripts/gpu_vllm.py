@@ -180,7 +180,7 @@ def prefilling(llm: Any) -> Iterator[None]:
 
 def step_times(llm: Any, load: Load, repeats: int) -> None:
     prompts = [prompt(load.context)] * load.batch
-    generate(llm, prompts, FEW)  # compiles what is left to compile
+    generate(llm, prompts, MANY)  # compiles what is left to compile
     times = []
     for _ in range(repeats):
         few, many = (generate(llm, prompts, new)[1] for new in (FEW, MANY))
