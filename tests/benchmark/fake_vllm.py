@@ -17,6 +17,19 @@ class SamplingParams:
         self.__dict__.update(knobs)
 
 
+class Connector:
+    def get_num_new_matched_tokens(self, *_):
+        return 99, False
+
+
+class Scheduler:
+    def __init__(self):
+        self.connector = Bag(connector_scheduler=Connector())
+
+    def _preempt_request(self, request):
+        pass
+
+
 class Engine:
     def __init__(self, knobs):
         self.vllm_config = Bag(
@@ -24,8 +37,10 @@ class Engine:
                              kv_cache_max_concurrency=CAPACITY / knobs["max_model_len"]),
             model_config=Bag(max_model_len=knobs["max_model_len"], dtype="torch.float32"),
             device_config=Bag(device_type="cpu"),
+            compilation_config=Bag(static_forward_context={}),
         )
         self.waiting = []
+        self.engine_core = Bag(engine_core=Bag(scheduler=Scheduler()))
 
     def add_request(self, name, prompt, sampling):
         assert sampling.max_tokens + len(prompt["prompt_token_ids"]) <= \\
@@ -41,6 +56,12 @@ class Engine:
     def step(self):
         time.sleep(STEP)
         made = []
+        scheduler = self.engine_core.engine_core.scheduler
+        found = scheduler.connector.connector_scheduler.get_num_new_matched_tokens()
+        if not found[0]:  # the prompt is read
+            time.sleep(STEP * 20)
+        if len(self.waiting) > AT_ONCE:
+            scheduler._preempt_request(Bag(request_id=self.waiting[-1][0]))
         for entry in self.waiting[:AT_ONCE]:
             entry[1] -= 1
             output = Bag(token_ids=[7])

@@ -39,7 +39,7 @@ def plan(name: str = "CPU_ATTN", **changes: object) -> EnginePlan:
         name=name,
         model="nowhere",
         engine={},
-        computed=True,
+        prefill="computed",
         vocabulary=50,
         shapes=[Shape(4, 100)],
         load=Load(requests=10, context=60, new_tokens=5),
@@ -65,7 +65,7 @@ def bench(*plans: EnginePlan, timeout: float = 60) -> tuple[ServingRecord, list[
 
 
 def test_figures(engine: Path) -> None:
-    record, saved, said = bench(plan(), plan("oscarkv", computed=False, prompts=[40]))
+    record, saved, said = bench(plan(), plan("oscarkv", prefill="real", prompts=[40]))
     stock, mine = record.runs
     assert [run.status for run in record.runs] == ["measured"] * 2
     assert stock.kv_tokens == 10000
@@ -79,6 +79,7 @@ def test_figures(engine: Path) -> None:
     (load,) = stock.loads
     assert load["tokens"] == 50
     assert load["most_at_once"] == 8
+    assert load["preemptions"] == 5  # a step, while some wait
     assert load["between_tokens_s"]["p50"] >= 0.001
     # Two requests waited for a place: their first token came five steps later.
     assert load["first_token_s"]["p99"] > load["first_token_s"]["p50"]
@@ -148,17 +149,18 @@ def test_stock_attention_is_not_measured_as_ours(engine: Path) -> None:
     assert "did not load oscarkv's plugin" in record.runs[0].reason
 
 
-def test_two_phases_make_one_run(engine: Path) -> None:
-    real = plan(computed=False, shapes=[], prompts=[30])
-    record, _, _ = bench(plan(), real)
+def test_real_contexts_beside_computed_ones(engine: Path) -> None:
+    record, _, _ = bench(plan(prefill="both", prompts=[30]))
     (run,) = record.runs
-    assert set(run.started) == {"computed", "real"}
-    assert [load["contexts"] for load in run.loads] == ["computed", "real"]
-    assert len(run.steps) == len(run.first_token) == 1
+    computed, real = run.loads
+    assert (computed["contexts"], real["contexts"]) == ("computed", "real")
+    assert real["seconds"] > 2 * computed["seconds"]  # the stand-in takes longer to read
+    assert run.steps[0]["contexts"] == "computed"
+    assert [entry["context"] for entry in run.first_token] == [30]
 
 
 def test_saved_whole(tmp_path: Path) -> None:
-    run = Run("oscarkv", "measured", started={"real": {"kv_tokens": 5}})
+    run = Run("oscarkv", "measured", started={"kv_tokens": 5})
     record = ServingRecord(dict(ABOUT), [run])
     record.save(tmp_path / "out.json")
     data = json.loads((tmp_path / "out.json").read_text())
@@ -171,7 +173,7 @@ def test_saved_whole(tmp_path: Path) -> None:
 def test_tables_and_plot(engine: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
-    real = plan("oscarkv", computed=False, prompts=[40])
+    real = plan("oscarkv", prefill="real", prompts=[40])
     record, _, _ = bench(plan(), real, plan("TRITON_ATTN", engine={"fault": "raises"}))
     console = Console(width=200, record=True, file=io.StringIO())
     for table in serving_report.tables(record):
@@ -197,7 +199,7 @@ def test_plans() -> None:
         parse_length("many")
     made = plan()
     assert EnginePlan.from_json(made.to_json()) == made
-    computed, real = plan(), plan(computed=False, engine={"max_num_batched_tokens": 50})
+    computed, real = plan(), plan(prefill="real", engine={"max_num_batched_tokens": 50})
     # Four prompts in two chunks each, and a step between: what the first one makes meanwhile.
     assert real.room(Shape(4, 100)) - computed.room(Shape(4, 100)) == 4 * 3
 

@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Run:
-    """What came of one engine. Measures name the way contexts came about: `computed` or `real`."""
+    """What came of one engine. Figures say how contexts came about: `computed` or `real`."""
 
     name: str
     status: str = "not run"
@@ -40,29 +40,28 @@ class Run:
     loads: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)  # the engine's last words, where it failed
 
-    def take(self, event: dict[str, Any], plan: EnginePlan) -> str:
+    def take(self, event: dict[str, Any]) -> str:
         """Note one figure; returns it in words."""
         kind = event.pop("event")
         if kind == "started":
-            self.started.setdefault(plan.contexts, event)
+            self.started = event
             return f"holds {event['kv_tokens']:,} tokens, started in {event['seconds']:.0f} s"
         if kind == "steps":
-            return self._take_steps(event, plan)
+            return self._take_steps(event)
         if kind == "first_token":
             self.first_token.append(event)
             return f"first token at {event['context']:,}: {_seconds(event)}"
         if kind == "load":
             self.loads.append(event)
-            return f"{event['requests']} requests: {event['tokens_per_s']:,.0f} tokens/s"
+            what = f"{event['requests']} requests, contexts {event['contexts']}"
+            return f"{what}: {event['tokens_per_s']:,.0f} tokens/s"
         if kind == "failed":
             self.status, self.reason = FAILED, event["reason"]
             return f"failed: {self.reason}"
-        if self.status != FAILED:
-            self.status = MEASURED
+        self.status = MEASURED
         return "done"
 
-    def _take_steps(self, event: dict[str, Any], plan: EnginePlan) -> str:
-        event["contexts"] = plan.contexts
+    def _take_steps(self, event: dict[str, Any]) -> str:
         if event["status"] == MEASURED:
             event["tokens_per_s"] = event["batch"] / event["seconds"]
         self.steps.append(event)
@@ -70,9 +69,7 @@ class Run:
 
     @property
     def kv_tokens(self) -> int | None:
-        """Capacity, of the run with real contexts where there are two."""
-        found = self.started.get("real") or self.started.get("computed")
-        return None if found is None else found["kv_tokens"]
+        return self.started.get("kv_tokens")
 
     def step_seconds(self, batch: int, context: int) -> float | None:
         for row in self.steps:
@@ -126,14 +123,12 @@ def bench_serving(
     save: Callable[[], None],
     say: Say,
 ) -> None:
-    """Run the plans one after the other. Plans of one name add to one `Run`. `save` is called
-    after every figure, so that a cut-off loses nothing."""
+    """Run the plans one after the other. `save` is called after every figure, so that a cut-off
+    loses nothing."""
     for plan in plans:
-        run = next((run for run in record.runs if run.name == plan.name), None)
-        if run is None:
-            run = Run(plan.name)
-            record.runs.append(run)
-        say(f"{plan.name}: starting the engine, contexts {plan.contexts}")
+        run = Run(plan.name)
+        record.runs.append(run)
+        say(f"{plan.name}: starting the engine")
         try:
             _run_engine(plan, run, timeout, save, say)
         except KeyboardInterrupt:
@@ -162,7 +157,7 @@ def _run_engine(
             event = json.loads(rest)
             done |= event["event"] == "done"
             said |= event["event"] == "failed"
-            say(f"{plan.name}: {run.take(event, plan)}")
+            say(f"{plan.name}: {run.take(event)}")
             save()
         code = worker.wait()
     if done:
@@ -183,7 +178,8 @@ def _worker(
     plan: EnginePlan, timeout: float
 ) -> Iterator[tuple[subprocess.Popen[str], threading.Event]]:
     """The engine's process and its children, gone when the block is left."""
-    environment = dict(os.environ)
+    # In one process: the worker looks at the scheduler.
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if "kv_cache_memory_bytes" in plan.engine:
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would come first
     worker = subprocess.Popen(

@@ -13,6 +13,9 @@ from oscarkv.errors import OscarError
 #: A line of a worker's output that is for us begins so; everything else is the engine's talk.
 MARK = "@oscarkv "
 OURS = "oscarkv"
+#: How contexts come about: marked as computed, read, or the first for decode steps and the second
+#: for times to first token.
+COMPUTED, REAL, BOTH = PREFILLS = ("computed", "real", "both")
 #: A step's time is taken between the 8th new token and the 72nd.
 WARM_TOKENS = 8
 STEPS = 64
@@ -62,7 +65,7 @@ class EnginePlan:
     name: str  # oscarkv, or the name of vLLM's own attention
     model: str
     engine: dict[str, Any]  # arguments of vllm.LLM
-    computed: bool  # contexts are marked as computed, not read
+    prefill: str  # one of PREFILLS
     vocabulary: int
     shapes: list[Shape] = field(default_factory=list)
     load: Load | None = None
@@ -71,14 +74,23 @@ class EnginePlan:
     repeats: int = 3
 
     @property
-    def contexts(self) -> str:
-        return "computed" if self.computed else "real"
+    def connector(self) -> bool:
+        """Whether contexts can be marked as computed."""
+        return self.prefill != REAL
+
+    @property
+    def load_contexts(self) -> list[str]:
+        return [COMPUTED, REAL] if self.prefill == BOTH else [self.prefill]
+
+    @property
+    def step_contexts(self) -> str:
+        return COMPUTED if self.connector else REAL
 
     def room(self, shape: Shape) -> int:
         """New tokens that a request may make before the last of a batch has made its own: those
         that are read first decode while the others are read."""
         chunk = self.engine.get("max_num_batched_tokens") or 2048
-        reading = 0 if self.computed else shape.batch * (-(-shape.context // chunk) + 1)
+        reading = 0 if self.connector else shape.batch * (-(-shape.context // chunk) + 1)
         return WARM_TOKENS + self.steps + reading + 8
 
     @property

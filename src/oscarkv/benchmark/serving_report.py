@@ -48,7 +48,7 @@ def _capacity(record: ServingRecord) -> Table:
     mine = ours(record)
     rows = []
     for run in record.runs:
-        known: dict[str, Any] = next(iter(run.started.values()), {})
+        known = run.started
         gain = ""
         if run is not mine and mine is not None and mine.kv_tokens and run.kv_tokens:
             gain = f"oscarkv holds {mine.kv_tokens / run.kv_tokens:.2f}x"

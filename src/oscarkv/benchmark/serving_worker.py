@@ -17,12 +17,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from oscarkv.benchmark.serving_plan import MARK, OURS, WARM_TOKENS, EnginePlan, Load, Shape
+from oscarkv.benchmark.serving_plan import (
+    MARK,
+    OURS,
+    REAL,
+    WARM_TOKENS,
+    EnginePlan,
+    Load,
+    Shape,
+)
 
 
 class DoesNotFit(Exception):
@@ -61,9 +70,12 @@ def _run(plan: EnginePlan) -> None:
 
     llm = LLM(plan.model, **plan.engine)
     config = llm.llm_engine.vllm_config
-    require_plugin(plan.name)
+    attention = implementations(config)
+    if plan.name == OURS:
+        require_plugin(attention)
     emit(
         "started",
+        attention=attention,
         seconds=time.perf_counter() - begin,
         kv_tokens=config.cache_config.kv_cache_size_tokens,
         kv_blocks=config.cache_config.num_gpu_blocks,
@@ -75,24 +87,36 @@ def _run(plan: EnginePlan) -> None:
     driver = Driver(llm.llm_engine, plan, config.cache_config.kv_cache_size_tokens)
     driver.warm_up()
     for shape in plan.shapes:
-        measure("steps", vars(shape), plan.repeats, partial(driver.step_time, shape))
-    for length in plan.prompts:
-        measure(
-            "first_token", {"context": length}, plan.repeats, partial(driver.first_token, length)
-        )
-    if plan.load is not None:
-        emit("load", contexts=plan.contexts, **vars(plan.load), **driver.serve(plan.load))
+        what = {**vars(shape), "contexts": plan.step_contexts}
+        measure("steps", what, plan.repeats, partial(driver.step_time, shape))
+    for contexts in plan.load_contexts:
+        with driver.contexts(contexts):
+            if contexts == REAL:
+                for length in plan.prompts:
+                    once = partial(driver.first_token, length)
+                    measure("first_token", {"context": length}, plan.repeats, once)
+            if plan.load is not None:
+                emit("load", contexts=contexts, **vars(plan.load), **driver.serve(plan.load))
     emit("done")
 
 
-def require_plugin(name: str) -> None:
-    """A run of stock attention under our name would be the worst of figures."""
+def implementations(config: Any) -> list[str]:
+    """The classes that attend; none where layers live in other processes (several ranks)."""
+    layers = config.compilation_config.static_forward_context.values()
+    found = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
+    return sorted(f"{kind.__module__}.{kind.__name__}" for kind in found)
+
+
+def require_plugin(attention: list[str]) -> None:
+    """Stock attention measured under our name would be the worst of figures."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
     loaded = custom.is_overridden() and custom.get_path().startswith("oscarkv.")
-    if name == OURS and not loaded:
+    if not loaded:
         raise RuntimeError("vLLM did not load oscarkv's plugin; is oscarkv installed with pip?")
+    if attention and not any(name.startswith("oscarkv.") for name in attention):
+        raise RuntimeError(f"no layer attends with oscarkv: {', '.join(attention)}")
 
 
 def measure(event: str, what: dict[str, Any], repeats: int, once: Callable[[], float]) -> None:
@@ -132,6 +156,40 @@ class Driver:
         )
         self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
         return name
+
+    @property
+    def scheduler(self) -> Any:
+        """In this process: the parent saw to that."""
+        return self.engine.engine_core.engine_core.scheduler
+
+    @contextmanager
+    def contexts(self, wanted: str) -> Iterator[None]:
+        """With real contexts the connector that marks them as computed finds none to mark."""
+        if wanted != REAL or not self.plan.connector:
+            yield
+            return
+        connector = self.scheduler.connector.connector_scheduler
+        connector.get_num_new_matched_tokens = lambda *_: (0, False)
+        try:
+            yield
+        finally:
+            del connector.get_num_new_matched_tokens
+
+    @contextmanager
+    def preemptions(self) -> Iterator[list[str]]:
+        """Requests that lose their place meanwhile: they are read again, which takes time."""
+        found: list[str] = []
+        plain = self.scheduler._preempt_request
+
+        def count(request: Any, *arguments: Any, **options: Any) -> Any:
+            found.append(request.request_id)
+            return plain(request, *arguments, **options)
+
+        self.scheduler._preempt_request = count
+        try:
+            yield found
+        finally:
+            del self.scheduler._preempt_request
 
     def warm_up(self) -> None:
         """Kernels are compiled and graphs captured at their first use."""
@@ -183,16 +241,16 @@ class Driver:
     def serve(self, load: Load) -> dict[str, Any]:
         """All requests at once; the engine runs as many of them together as it can hold."""
         prompts = [self.prompt(load.context) for _ in range(load.requests)]
-        preempted = count_preemptions(self.engine)
-        begin, most = time.perf_counter(), 0
-        times: dict[str, list[float]] = {
-            self.submit(prompt, load.new_tokens): [] for prompt in prompts
-        }
-        while self.engine.has_unfinished_requests():
-            outputs, now = self.engine.step(), time.perf_counter()
-            most = max(most, len(outputs))
-            for output in outputs:
-                times[output.request_id] += [now] * len(output.outputs[0].token_ids)
+        with self.preemptions() as preempted:
+            begin, most = time.perf_counter(), 0
+            times: dict[str, list[float]] = {
+                self.submit(prompt, load.new_tokens): [] for prompt in prompts
+            }
+            while self.engine.has_unfinished_requests():
+                outputs, now = self.engine.step(), time.perf_counter()
+                most = max(most, len(outputs))
+                for output in outputs:
+                    times[output.request_id] += [now] * len(output.outputs[0].token_ids)
         end = time.perf_counter()
         gaps = [b - a for row in times.values() for a, b in pairwise(row)]
         tokens = sum(map(len, times.values()))
@@ -202,28 +260,10 @@ class Driver:
             "tokens_per_s": tokens / (end - begin),
             "requests_per_s": load.requests / (end - begin),
             "most_at_once": most,
-            "preemptions": None if preempted is None else len(preempted),
+            "preemptions": len(preempted),
             "first_token_s": spread([row[0] - begin for row in times.values() if row]),
             "between_tokens_s": spread(gaps),
         }
-
-
-def count_preemptions(engine: Any) -> list[str] | None:
-    """Requests that lost their place from now on: they are read again, which takes time. None:
-    the scheduler is in another process (VLLM_ENABLE_V1_MULTIPROCESSING=0 keeps it here)."""
-    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
-    scheduler = getattr(core, "scheduler", None)
-    if scheduler is None:
-        return None
-    found: list[str] = []
-    plain = scheduler._preempt_request
-
-    def count(request: Any, *arguments: Any, **options: Any) -> Any:
-        found.append(request.request_id)
-        return plain(request, *arguments, **options)
-
-    scheduler._preempt_request = count
-    return found
 
 
 def spread(values: list[float]) -> dict[str, float] | None:

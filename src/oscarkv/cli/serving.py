@@ -126,11 +126,24 @@ def serving(
 
     from oscarkv.benchmark import serving_report
     from oscarkv.benchmark.serving import ServingRecord, bench_serving
-    from oscarkv.benchmark.serving_plan import EnginePlan, Load, Shape, parse_length
+    from oscarkv.benchmark.serving_plan import (
+        BOTH,
+        COMPUTED,
+        PREFILLS,
+        REAL,
+        EnginePlan,
+        Load,
+        Shape,
+        parse_length,
+    )
 
     if plot_file is not None:
         serving_report.require_matplotlib()
     on_gpu = torch.cuda.is_available()
+    if prefill == "auto":
+        prefill = BOTH if on_gpu else REAL
+    if prefill not in PREFILLS:
+        raise OscarError(f"--prefill {prefill}: use {', '.join(PREFILLS)}")
     asked = [Shape.parse(part) for part in _listed(shapes or _shapes(on_gpu))]
     names = _listed(engines or _engines(on_gpu))
     lengths = [parse_length(part) for part in _listed(prompts)]
@@ -149,6 +162,7 @@ def serving(
         "enforce_eager": eager,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
+        **({} if prefill == REAL else {"kv_transfer_config": CONNECTOR}),
         **_parse_options(engine_options or []),
     }
     if memory is not None:
@@ -159,33 +173,26 @@ def serving(
         section = {"artifact": str(file), "sink": sink, "recent": recent}
         section = {name: value for name, value in section.items() if value is not None}
 
-        def plan(name: str, computed: bool, decoding: bool) -> EnginePlan:
+        def plan(name: str) -> EnginePlan:
             settings = dict(common)
             if name == "oscarkv":
                 settings["additional_config"] = {"oscarkv": section}
-            settings["attention_backend"] = "CUSTOM" if name == "oscarkv" else name
-            if not on_gpu:  # the only one there; the plugin stands in for it
-                del settings["attention_backend"]
-            if computed:
-                settings["kv_transfer_config"] = CONNECTOR
+            if on_gpu:  # elsewhere there is one only, and the plugin stands in for it
+                settings["attention_backend"] = "CUSTOM" if name == "oscarkv" else name
             return EnginePlan(
                 name=name,
                 model=source,
                 engine=settings,
-                computed=computed,
+                prefill=prefill,
                 vocabulary=vocabulary,
-                shapes=asked if decoding else [],
+                shapes=asked,
                 load=load if count else None,
-                prompts=[] if computed else lengths,
+                prompts=[] if prefill == COMPUTED else lengths,
                 steps=steps,
                 repeats=repeats,
             )
 
-        plans = [
-            plan(name, computed, decoding)
-            for name in names
-            for computed, decoding in _phases(prefill, on_gpu)
-        ]
+        plans = [plan(name) for name in names]
         longest = max(each.longest for each in plans)  # the same for all, or capacities differ
         if not longest:
             raise OscarError("nothing to measure: no --shapes, no --prompts and no --requests")
@@ -223,19 +230,6 @@ def _engines(on_gpu: bool) -> str:
 
 def _listed(text: str) -> list[str]:
     return [] if text.strip() == "none" else [part.strip() for part in text.split(",") if part]
-
-
-def _phases(prefill: str, on_gpu: bool) -> list[tuple[bool, bool]]:
-    """Of one engine: whether contexts are marked computed, and whether steps are timed."""
-    found = {
-        "computed": [(True, True)],
-        "real": [(False, True)],
-        "both": [(True, True), (False, False)],
-    }
-    found["auto"] = found["both" if on_gpu else "real"]
-    if prefill not in found:
-        raise OscarError(f"--prefill {prefill}: use computed, real or both")
-    return found[prefill]
 
 
 @contextmanager

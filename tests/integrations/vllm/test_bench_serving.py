@@ -31,7 +31,7 @@ def run(tmp_path):
 
 @pytest.mark.parametrize(
     ("prefill", "phases"),
-    [("real", ["real"]), pytest.param("both", ["computed", "real"], marks=pytest.mark.slow)],
+    [pytest.param("real", ["real"], marks=pytest.mark.slow), ("both", ["computed", "real"])],
 )
 def test_both_engines(run, prefill, phases):
     load = ("--requests", 3, "--request-context", 100, "--new-tokens", 4)
@@ -40,12 +40,14 @@ def test_both_engines(run, prefill, phases):
     stock, mine = record["runs"]
     assert [stock["name"], mine["name"]] == ["CPU_ATTN", "oscarkv"]
     for entry in record["runs"]:
-        assert entry["status"] == "measured"
+        assert entry["status"] == "measured", entry["reason"]
         assert [load["contexts"] for load in entry["loads"]] == phases
         assert {load["tokens"] for load in entry["loads"]} == {12}
         assert entry["steps"][0]["seconds"] > 0
         assert entry["steps"][0]["contexts"] == phases[0]
         assert entry["first_token"][0]["context"] == 200
+    assert mine["started"]["attention"] == ["oscarkv.integrations.vllm.impl.OscarImpl"]
+    assert "oscarkv" not in stock["started"]["attention"][0]
     assert mine["kv_tokens"] > stock["kv_tokens"]
     assert record["settings"]["load_format"] == "dummy"
     assert "against CPU_ATTN" in result.stdout
