@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm.capacity import Capacity
 from oscarkv.integrations.vllm.layers import check_model
-from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of
+from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of, switched_off
 
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
 
@@ -72,6 +72,18 @@ def describe(config: Any, settings: Settings) -> str:
     )
 
 
+def step_aside(arguments: Any) -> None:
+    """`"enabled": false` is one flag: the backend that was asked for beside it goes too, and vLLM
+    chooses as it would without us. `arguments`: EngineArgs."""
+    if not switched_off(arguments):
+        return
+    for holder, name in ((arguments, "attention_backend"), (arguments.attention_config, "backend")):
+        chosen = getattr(holder, name)
+        if getattr(chosen, "name", chosen) == AttentionBackendEnum.CUSTOM.name:
+            setattr(holder, name, None)
+    logger.info("oscarkv: switched off; the cache is vLLM's own")
+
+
 def install() -> None:
     """Have vLLM's own argument handling end with the check: it has no hook for that."""
     from vllm.engine.arg_utils import EngineArgs
@@ -82,6 +94,7 @@ def install() -> None:
 
     @functools.wraps(plain)
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
+        step_aside(self)
         config = plain(self, *arguments, **options)
         check_config(config)
         return config

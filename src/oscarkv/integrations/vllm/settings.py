@@ -40,17 +40,26 @@ class Settings:
         return self.loaded.recipe.replace(**changed)
 
 
+def _section(config: Any) -> dict[str, Any] | None:
+    extra = config.additional_config if config is not None else None
+    return extra.get(SECTION) if isinstance(extra, dict) else None
+
+
+def switched_off(config: Any) -> bool:
+    section = _section(config)
+    return section is not None and not section.get("enabled", True)
+
+
 def settings_of(config: Any) -> Settings | None:
     """The settings in a VllmConfig; None if it has none, or they are switched off."""
-    extra = config.additional_config if config is not None else None
-    section = extra.get(SECTION) if isinstance(extra, dict) else None
+    section = _section(config)
     if section is None:
         return None
     known = [field.name for field in fields(Settings)]
     unknown = sorted(set(section) - set(known))
     if unknown:
         raise OscarError(f"unknown oscarkv option {', '.join(unknown)}; known: {', '.join(known)}")
-    if not section.get("enabled", True):
+    if switched_off(config):
         return None
     if "artifact" not in section:
         raise OscarError(
