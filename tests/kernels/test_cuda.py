@@ -412,7 +412,7 @@ def test_slot_minus_one_writes_nothing(backend: CudaBackend, device: torch.devic
     k, v = (normal((4, 2, 128), rng_of(device, i)).to(BF16) for i in (0, 1))
     k[0] = v[2] = math.nan  # padding may hold anything
     history_slots = torch.tensor([-1, 20, -1, 33], device=device)
-    window_slots = torch.tensor([-1, 17, -1, -1], device=device)
+    window_slots = torch.tensor([-1, 17, 3, -1], device=device)  # 3: page 0 is no page
     backend.write(k, v, history_slots, window_slots, layer)
     touched = torch.zeros(3, 16, dtype=torch.bool, device=device)
     for section in layer.layout.sections(layer.history):
@@ -438,7 +438,7 @@ def test_writing_stays_between_its_guards(backend: CudaBackend, device: torch.de
     fused = Guarded(normal((4, 2 + 2 + 2, 128), rng_of(device, 0)).to(BF16))
     k, v = fused.tensor[:, 2:4], fused.tensor[:, 4:]
     slots = torch.tensor([0, 63, 255, 192], device=device)
-    windows = torch.tensor([0, 15, 63, 48], device=device)
+    windows = torch.tensor([16, 31, 63, 48], device=device)
     backend.write(k, v, slots, windows, layer)
     plain = blank_layer(PLAIN, 4, device)
     backend.write(k.contiguous(), v.contiguous(), slots, windows, plain)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import make_layer
 
+from oscarkv.errors import CacheError
 from oscarkv.kernels.cuda import backend, decode, write
 from oscarkv.kernels.cuda.compile import CompileError
 from oscarkv.kernels.interface import LayerCache
@@ -73,3 +74,54 @@ def test_a_failed_compile_warns_once_and_triton_answers(monkeypatch: pytest.Monk
     torch.testing.assert_close(
         out[0].float(), v[0].repeat_interleave(2, 0).float(), atol=0.02, rtol=0
     )
+
+
+class FakeKernel:
+    """Stands in for `DecodeKernel`: says what it was asked for."""
+
+    log: list[tuple[object, ...]]
+
+    def __init__(self, geometry: decode.Geometry, device: torch.device) -> None:
+        self.log.append(("made",))
+
+    def arguments(self, plan: object, layer: LayerCache, heads: int, sequences: int) -> int:
+        return sequences
+
+    def plan(self, arguments: int) -> None:
+        self.log.append(("schedule", arguments))
+
+    def run(self, arguments: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self.log.append(("run", arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
+def test_every_capture_shares_out_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay must do it again from the lengths of then, so that the launch is in the graph."""
+    FakeKernel.log = []
+    capture = 0
+    memory = types.SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(decode, "DecodeKernel", FakeKernel)
+    monkeypatch.setattr(backend, "_capture", lambda: capture)
+    tried, q, table = backend.CudaBackend(), rows(4), integers(1).view(1, 1)
+    tried.reserve(32)
+    tried.reserve(8)
+    tried.plan(integers(1), integers(0, 1), table, table, max_query_len=1)
+    first, second = half_layer(), half_layer()
+    for number in (0, 7, 8):  # a warm-up, and two captures of the same planned step
+        capture = number
+        for layer in (first, second):
+            tried.decode(q, layer, q.clone())
+    step = [("schedule", 32), ("run", 32), ("run", 32)]
+    assert FakeKernel.log == [("made",), *3 * step]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
+def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    slots, k = torch.tensor([16]), rows()
+    with pytest.raises(CacheError, match="once before it is captured"):
+        backend.CudaBackend().write(k, k, slots, slots, half_layer())

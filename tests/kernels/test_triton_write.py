@@ -67,6 +67,7 @@ def test_equal_rows_give_equal_bytes(geometry, device: torch.device) -> None:
     k, v = hard_rows(18, 2, dim, dim)
     slots, window_slots = some_slots(18, 3, 16, 1), some_slots(18, 3, 16, 2)
     slots[9] = window_slots[5] = -1
+    window_slots[6] = 3  # page 0: nothing is written
     ours = written(layer, k, v, slots, window_slots, device)
     TorchBackend().write(k, v, slots, window_slots, layer)
     names = ("K codes", "V codes", "K parameters", "V parameters")

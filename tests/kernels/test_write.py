@@ -57,14 +57,15 @@ def test_slots_hold_the_row_of_their_token(name: str) -> None:
             assert torch.equal(layer.window[slot // 16, :, 1, slot % 16], v[i])
 
 
+@pytest.mark.parametrize("window_slot", [-1, 0, 15])
 @pytest.mark.parametrize("count", [1, 5])
-def test_slot_minus_one_writes_nothing_anywhere(count: int) -> None:
+def test_slot_minus_one_and_window_page_0_write_nothing(count: int, window_slot: int) -> None:
     layer = make_layer(TINY, pages=3)
     layer.history.fill_(0xFF)
     layer.window.view(torch.uint8).fill_(0xFF)
     k, v = random_tokens(count)
-    nowhere = torch.full((count,), -1)
-    TorchBackend().write(k, v, nowhere, nowhere, layer)
+    nowhere, no_window = torch.full((count,), -1), torch.full((count,), window_slot)
+    TorchBackend().write(k, v, nowhere, no_window, layer)
     assert bool((layer.history == 0xFF).all())
     assert bool((layer.window.view(torch.uint8) == 0xFF).all())
 

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from oscarkv import __version__
-from oscarkv.cli import bench, calibrate, demo, doctor, evaluate, generate, inspect, zoo
+from oscarkv.cli import bench, calibrate, demo, doctor, evaluate, generate, inspect, vllm, zoo
 from oscarkv.cli.console import errors
 from oscarkv.errors import OscarError
 
@@ -51,6 +51,7 @@ app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
+app.add_typer(vllm.app, name="vllm")
 app.add_typer(zoo.app, name="zoo")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)

@@ -1,4 +1,4 @@
-"""`oscarkv bench`: how fast the kernels are here."""
+"""`oscarkv bench`: how fast the kernels are here, and a server with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from oscarkv.cli import options
+from oscarkv.cli import options, serving
 from oscarkv.cli.console import errors, results, warn
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from oscarkv.kernels import AttentionBackend
 
-app = typer.Typer(no_args_is_help=True, help="Measure the kernels' speed.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed: of the kernels, of a server.")
 
 FAILED = 1
 #: The tables' own width: figures must not be cut off where output goes to a file.
@@ -27,7 +27,10 @@ TABLE_WIDTH = 150
 
 @app.callback()
 def _group() -> None:
-    """Measure the kernels' speed."""
+    """Measure speed: of the kernels, of a server."""
+
+
+app.command("serving")(serving.serving)
 
 
 @app.command("kernels")

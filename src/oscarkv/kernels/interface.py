@@ -74,6 +74,10 @@ class AttentionBackend(Protocol):
     #: hold their keys and values back that long, since they are exact in the window meanwhile.
     write_batch: int
 
+    def reserve(self, sequences: int) -> None:
+        """Make working memory for so many sequences a step, whatever the first step brings: a
+        captured graph keeps the addresses that it saw."""
+
     def plan(
         self,
         seq_lens: Tensor,
@@ -94,7 +98,8 @@ class AttentionBackend(Protocol):
     def write(
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
     ) -> None:
-        """Quantise and store tokens. A slot is page * page size + offset; -1 writes nothing."""
+        """Quantise and store tokens. A slot is page * page size + offset; -1 writes nothing, and
+        so does a window slot of page 0, which stands for "no page" in tables."""
 
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
         """Attention of the planned step's last tokens over what is stored, themselves included."""

@@ -72,6 +72,9 @@ class TorchBackend:
 
     # -- plan --------------------------------------------------------------------------------
 
+    def reserve(self, sequences: int) -> None:
+        pass  # no graph can hold this backend's steps
+
     def plan(
         self,
         seq_lens: Tensor,
@@ -101,15 +104,15 @@ class TorchBackend:
     def write(
         self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
     ) -> None:
-        for slots, store in (
-            (window_slots, self._write_window),
-            (history_slots, self._write_history),
+        for slots, first, store in (
+            (window_slots, PAGE_QUANTUM, self._write_window),  # page 0 is never used
+            (history_slots, 0, self._write_history),
         ):
             if slots.shape[0] == 1:  # the common step of one token, with as little ado as possible
-                if int(slots) >= 0:
+                if int(slots) >= first:
                     store(k, v, slots, layer)
                 continue
-            kept = (slots >= 0).nonzero().squeeze(-1)
+            kept = (slots >= first).nonzero().squeeze(-1)
             if not kept.numel():
                 continue
             step = max(1, WRITE_BLOCK // layer.kv_heads)
@@ -135,6 +138,7 @@ class TorchBackend:
     @torch.inference_mode()
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
         plan = self._planned()
+        q, out = q[: plan.starts[-1]], out[: plan.starts[-1]]  # a padded batch has more rows
         step = self._decode_step(plan, layer, q.device)
         heads, dim = layer.kv_heads, q.shape[-1]
         batch, n = step.positions.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
@@ -59,8 +60,15 @@ class ModelGeometry:
 
 def describe(model: Any) -> ModelGeometry:
     """Read a model's geometry from its configuration and weights."""
-    config = model.config.get_text_config(decoder=True)
     name = getattr(model, "oscarkv_name", "") or model.config.name_or_path or type(model).__name__
+    geometry = describe_config(model.config, str(name), type(model).__name__)
+    identity = dataclasses.replace(geometry.identity, fingerprint=fingerprint(model))
+    return dataclasses.replace(geometry, identity=identity)
+
+
+def describe_config(whole: Any, name: str, architecture: str) -> ModelGeometry:
+    """What a configuration alone tells: everything but the fingerprint of the weights."""
+    config = whole.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{name} uses multi-head latent attention (MLA): its cache is one latent per token, "
@@ -69,22 +77,22 @@ def describe(model: Any) -> ModelGeometry:
     for needed in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not hasattr(config, needed):
             raise UnsupportedModelError(
-                f"{name} ({type(model).__name__}) is not a decoder with standard attention: its "
+                f"{name} ({architecture}) is not a decoder with standard attention: its "
                 f"configuration has no {needed}"
             )
     heads = config.num_attention_heads
     layer_types, _ = get_layer_types_and_kwargs(config)
     rope = getattr(config, "rope_parameters", None) or {}
     identity = ModelIdentity(
-        name=str(name),
-        architecture=type(model).__name__,
+        name=name,
+        architecture=architecture,
         layers=config.num_hidden_layers,
         query_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         context=int(getattr(config, "max_position_embeddings", 0) or 0),
         rope=json.dumps(rope, sort_keys=True, default=str),
-        fingerprint=fingerprint(model),
+        fingerprint="",
     )
     return ModelGeometry(identity, tuple(layer_types))
 

@@ -23,9 +23,11 @@ import torch
 from safetensors import SafetensorError
 from tokenizers.models import BPE, Unigram
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -100,6 +102,17 @@ def load_model(
     named = package is None and path.exists()
     model.oscarkv_name = path.resolve().name if named else str(source)
     return model.to(place).eval(), tokenizer
+
+
+def load_config(source: str | Path) -> PreTrainedConfig:
+    """The configuration of a model directory or hub id; no weights are read."""
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise OscarError(f"{path} is not a model directory: it has no config.json")
+    if not path.is_dir() and (path.exists() or not re.fullmatch(HUB_ID, str(source))):
+        raise OscarError(f"no model at {source}: it is neither a directory nor a hub id (org/name)")
+    with _explained(str(source)):
+        return AutoConfig.from_pretrained(str(path) if path.is_dir() else str(source))
 
 
 def _resolve_device(device: str | torch.device | None) -> torch.device:

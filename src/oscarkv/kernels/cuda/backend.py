@@ -12,6 +12,7 @@ from torch import Tensor
 from oscarkv.errors import CacheError
 from oscarkv.kernels.cuda import decode, write
 from oscarkv.kernels.cuda.compile import CompileError
+from oscarkv.kernels.cuda.launch import refuse_capture
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.backend import TritonBackend
@@ -23,7 +24,8 @@ class CudaBackend:
     """CUDA C++ where a layer allows it; the Triton backend for everything else, and for prefill.
 
     Constants and working memory are made at a kernel's first run: capture a graph after a plain
-    run of the same batch.
+    run of the same batch. A larger batch than any before takes new memory, and graphs keep the old
+    addresses: `reserve` before the first run.
     """
 
     name = "cuda"
@@ -35,6 +37,10 @@ class CudaBackend:
         self._kernels: dict[Hashable, object] = {}
         self._shared_out: set[Hashable] = set()  # kernels whose work this step has shared out
         self._failed = False
+        self._sequences = 0
+
+    def reserve(self, sequences: int) -> None:
+        self._sequences = max(sequences, self._sequences)
 
     def plan(
         self,
@@ -87,7 +93,7 @@ class CudaBackend:
             )  # one way to share work out
             kernel = self._kernel(key, lambda: decode.DecodeKernel(geometry, q.device))
             if kernel is not None:
-                arguments = kernel.arguments(plan, layer, q.shape[1])
+                arguments = kernel.arguments(plan, layer, q.shape[1], self._sequences)
                 moment = (key, _capture())
                 if moment not in self._shared_out:
                     kernel.plan(arguments)
@@ -102,6 +108,7 @@ class CudaBackend:
         """A kernel, compiled at first use; None, after a warning, if that fails."""
         found = self._kernels.get(key)
         if found is None:
+            refuse_capture()
             try:
                 found = self._kernels[key] = make()
             except CompileError as error:

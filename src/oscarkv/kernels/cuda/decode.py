@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscarkv.kernels.cuda.launch import load, variant
+from oscarkv.kernels.cuda.launch import load, refuse_capture, variant
 from oscarkv.kernels.cuda.packed import (
     PARAMETER_CODES,
     PackedFormat,
@@ -151,7 +151,7 @@ class DecodeKernel:
     """One variant on one device, with the memory it works in.
 
     Memory is made when a larger batch than ever before comes, so a graph is captured after one
-    plain run of its batch size.
+    plain run of its batch size, and dies with the memory it was captured with: see `reserve`.
     """
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
@@ -177,12 +177,15 @@ class DecodeKernel:
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
         self._blocks_argument = ctypes.c_int32(self.blocks)
 
-    def arguments(self, plan: Plan, layer: LayerCache, query_heads: int) -> Arguments:
-        """Everything but q and out, for one layer of one step."""
+    def arguments(
+        self, plan: Plan, layer: LayerCache, query_heads: int, sequences: int = 0
+    ) -> Arguments:
+        """Everything but q and out, for one layer of one step; memory for that many sequences."""
         batch = plan.seq_lens.shape[0]
         group = query_heads // layer.kv_heads
         row_blocks = -(-group * plan.max_query_len // self.geometry.rows)
-        self._reserve(batch, batch * layer.kv_heads * row_blocks)
+        most = max(batch, sequences)
+        self._reserve(most, most * layer.kv_heads * row_blocks)
         transforms, history, window = layer.transforms, layer.history, layer.window
         return Arguments(
             history=history.data_ptr(),
@@ -235,6 +238,9 @@ class DecodeKernel:
 
     def _reserve(self, batch: int, pairs: int) -> None:
         size = 4 + 11 * batch  # `Schedule` of decode.cu
+        if self._schedule.numel() >= size and self._arrivals.numel() >= pairs:
+            return
+        refuse_capture()
         if self._schedule.numel() < size:
             self._schedule = torch.empty(size, dtype=torch.int32, device=self.device)
         if self._arrivals.numel() < pairs:

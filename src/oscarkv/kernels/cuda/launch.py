@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oscarkv.errors import OscarError
+from oscarkv.errors import CacheError, OscarError
 from oscarkv.kernels.cuda.compile import compiled
 
 
@@ -88,6 +88,12 @@ def load(
         code = compiled(source, dict(macros), architecture(device))
         module = _checked(driver.cuModuleLoadData(code))  # stays loaded as long as the process
         return tuple(Kernel(module, name, shared) for name, shared in kernels)
+
+
+def refuse_capture() -> None:
+    """For what must be there before: kernels, and memory that starts as zeros."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CacheError("run a batch of this size once before it is captured in a graph")
 
 
 def variant(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -156,7 +156,7 @@ oscar_write(const __grid_constant__ Arguments a) {
         UNROLL for (int r = 0; r < TOKEN_TILES; r++)
             UNROLL for (int s = 0; s < CHUNKS; s++) raw[r][s] = rows.load(r, 32 * s + 8 * t);
         UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
-            if (rows.window[r] < 0) continue;
+            if (rows.window[r] < WINDOW_ROWS) continue;  // page 0 is never used
             u16* to = window + rows.window[r] / WINDOW_ROWS * a.window_page
                 + rows.window[r] % WINDOW_ROWS * HEAD_DIM;
             UNROLL for (int s = 0; s < CHUNKS; s++) {

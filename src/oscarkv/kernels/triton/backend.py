@@ -21,6 +21,9 @@ class TritonBackend:
     def __init__(self) -> None:
         self._plan: Plan | None = None
 
+    def reserve(self, sequences: int) -> None:
+        pass  # a captured graph has working memory of its own
+
     def plan(
         self,
         seq_lens: Tensor,

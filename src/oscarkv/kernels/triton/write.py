@@ -83,7 +83,7 @@ def _write_side(
     real = token < count
     slot = tl.load(history_slots + token, mask=real, other=-1).to(tl.int64)
     window_slot = tl.load(window_slots + token, mask=real, other=-1).to(tl.int64)
-    kept, exact = slot >= 0, window_slot >= 0
+    kept, exact = slot >= 0, window_slot >= 16  # page 0 is never used
     slot, window_slot = tl.where(kept, slot, 0), tl.where(exact, window_slot, 0)
     wanted = kept | exact
     window_at = window + window_slot // 16 * WINDOW_PAGE_STRIDE
@@ -198,7 +198,7 @@ def _clip_index(codec: RowCodec, dim: int) -> int:
 def write(
     k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
 ) -> None:
-    """Quantise and store tokens k, v [tokens, H, d]. Slot -1 writes nothing."""
+    """Quantise and store tokens k, v [tokens, H, d]. Slot -1 and window page 0 write nothing."""
     count = k.shape[0]
     if not count:
         return
@@ -251,7 +251,7 @@ def _write_by_oracle(
         section[pages, :, offsets] = torch.where(kept, rows, section[pages, :, offsets])
     slots = window_slots.clamp_min(0)
     pages, offsets = slots // PAGE_QUANTUM, slots % PAGE_QUANTUM
-    kept = (window_slots >= 0)[:, None, None, None]
+    kept = (window_slots >= PAGE_QUANTUM)[:, None, None, None]
     exact = torch.stack([k, v], 2).to(layer.window.dtype)  # [n, H, 2, d]
     before = layer.window[pages, :, :, offsets]
     layer.window[pages, :, :, offsets] = torch.where(kept, exact, before)

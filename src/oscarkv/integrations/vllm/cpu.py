@@ -1,0 +1,21 @@
+"""On CPU vLLM always takes CPU_ATTN: stand in for it, and hand over to it unless asked not to."""
+
+from __future__ import annotations
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from oscarkv.integrations.vllm.settings import settings_of
+
+
+class SwitchBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """Stock attention, except that layers get our implementation where a server asks for it; that
+    then puts `OscarBackend` in this class's place."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        if settings_of(get_current_vllm_config_or_none()) is None:
+            return CPUAttentionBackend.get_impl_cls()
+        from oscarkv.integrations.vllm.impl import OscarImpl
+
+        return OscarImpl

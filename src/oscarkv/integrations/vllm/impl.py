@@ -1,0 +1,156 @@
+"""Attention of one layer: store with `write`, read with `decode` and `prefill`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from oscarkv.errors import OscarError, UnsupportedModelError
+from oscarkv.integrations.vllm import layers
+from oscarkv.integrations.vllm.metadata import HistoryMetadata
+from oscarkv.integrations.vllm.settings import page_layout, settings_of
+from oscarkv.integrations.vllm.step import Step, step_of
+from oscarkv.integrations.vllm.windows import SUFFIX, WindowLayer
+from oscarkv.kernels import LayerCache, Transforms
+
+
+class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
+    """One per attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.soft_cap = kv_cache_dtype, logits_soft_cap or None
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "a cache shared between layers": kv_sharing_target_layer_name is not None,
+            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype != "auto",
+            **{name: value is not None for name, value in others.items()},
+        }
+        for what, present in refused.items():
+            if present:
+                raise UnsupportedModelError(f"oscarkv cannot be used with {what} in vLLM yet")
+        self.config = get_current_vllm_config()
+        settings = settings_of(self.config)
+        if settings is None:
+            raise OscarError(
+                "--attention-backend CUSTOM is oscarkv's, which needs an artifact: "
+                '--additional-config \'{"oscarkv": {"artifact": FILE}}\''
+            )
+        self.settings = settings
+        layers.check_model(settings.loaded, self.config.model_config)
+        layers.activate(settings)
+        self._windows: WindowLayer | None = None
+        self._windows_name = ""
+        self._transforms: Transforms | None = None
+        self._memo: dict[str, Tensor] = {}
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Add the companion that makes vLLM keep this layer's exact windows."""
+        from oscarkv.integrations.vllm.backend import OscarBackend
+
+        known = self.config.compilation_config.static_forward_context
+        names = [name for name, layer in known.items() if getattr(layer, "impl", None) is self]
+        if len(names) != 1:
+            raise OscarError(f"an attention layer is known to vLLM under {len(names)} names")
+        layer, recipe = known[names[0]], self.settings.recipe
+        layer.attn_backend = OscarBackend
+        dtype = layer.kv_cache_torch_dtype
+        page = page_layout(recipe, self.head_size, dtype).page_size
+        self._windows_name = names[0] + SUFFIX
+        self._windows = known[self._windows_name] = WindowLayer(
+            self.num_kv_heads, self.head_size, dtype, recipe.sink, recipe.recent, page
+        )
+        # Here and not at the first step: vLLM measures what a model takes before it makes caches.
+        artifact, index = self.settings.loaded, extract_layer_index(names[0])
+        if index not in artifact.layers:
+            raise OscarError(f"layer {index} has no transforms in {self.settings.artifact}")
+        heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
+        device = self.config.device_config.device
+        self._transforms = layers.rank_transforms(artifact.layers[index], heads, device)
+
+    def _layer(self, history: Tensor) -> LayerCache:
+        """The cache that vLLM bound last. It makes a small one first, to capture graphs and see
+        what they take; the windows' layer keeps what is ours of it, and lets go with it."""
+        windows, transforms = self._windows, self._transforms
+        assert windows is not None
+        assert transforms is not None
+        if windows.layer is None:
+            windows.layer = layers.bind(
+                transforms,
+                self._memo,
+                self.settings.recipe,
+                self.scale,
+                self.soft_cap,
+                history,
+                windows.kv_cache,
+            )
+        return windows.layer
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        if not kv_cache.numel():  # profiling, before there is a cache
+            return
+        cache = self._layer(kv_cache)
+        tokens = slot_mapping.shape[0]
+        # Slots in block 0, vLLM's null block, stand for tokens whose window block was never taken;
+        # to the kernels that is page 0, where nothing is written.
+        windows = get_forward_context().slot_mapping[self._windows_name][:tokens]
+        step_of(self.config, self.settings, kv_cache.device).decoding.write(
+            key[:tokens], value[:tokens], slot_mapping, windows, cache
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: HistoryMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None or not kv_cache.numel():
+            return output.zero_()
+        if output_scale is not None or output_block_scale is not None:
+            raise OscarError("oscarkv does not quantise attention's output")
+        cache = self._layer(kv_cache)
+        step: Step = step_of(self.config, self.settings, kv_cache.device)
+        context = get_forward_context().attn_metadata
+        step.plan(attn_metadata, context[self._windows_name].table, cache)
+        out = output.view(-1, self.num_heads, self.head_size)
+        step.attend(query, key, value, cache, out)
+        return output

@@ -1,0 +1,91 @@
+"""What a user asks for: `--additional-config '{"oscarkv": {"artifact": FILE, ...}}'`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from oscarkv.artifact import Artifact, load_artifact
+from oscarkv.codec import PageLayout
+from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.errors import OscarError
+from oscarkv.recipe import Recipe
+
+SECTION = "oscarkv"
+MAX_PAGE = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One key of the section each."""
+
+    artifact: str
+    sink: int | None = None  # instead of the recipe's
+    recent: int | None = None
+    strict: bool = False
+    backend: str = "auto"
+    enabled: bool = True
+
+    @property
+    def loaded(self) -> Artifact:
+        return _load(self.artifact)
+
+    @property
+    def recipe(self) -> Recipe:
+        windows = {"sink": self.sink, "recent": self.recent}
+        changed = {name: value for name, value in windows.items() if value is not None}
+        return self.loaded.recipe.replace(**changed)
+
+
+def _section(config: Any) -> dict[str, Any] | None:
+    extra = config.additional_config if config is not None else None
+    return extra.get(SECTION) if isinstance(extra, dict) else None
+
+
+def switched_off(config: Any) -> bool:
+    section = _section(config)
+    return section is not None and not section.get("enabled", True)
+
+
+def settings_of(config: Any) -> Settings | None:
+    """The settings in a VllmConfig; None if it has none, or they are switched off."""
+    section = _section(config)
+    if section is None:
+        return None
+    known = [field.name for field in fields(Settings)]
+    unknown = sorted(set(section) - set(known))
+    if unknown:
+        raise OscarError(f"unknown oscarkv option {', '.join(unknown)}; known: {', '.join(known)}")
+    if switched_off(config):
+        return None
+    if "artifact" not in section:
+        raise OscarError(
+            'oscarkv needs an artifact: --additional-config \'{"oscarkv": {"artifact": FILE}}\''
+        )
+    return Settings(**section)
+
+
+@lru_cache(maxsize=4)
+def _load(path: str) -> Artifact:
+    return load_artifact(path)
+
+
+def window_page_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one window page for one KV head: keys and values of 16 tokens."""
+    return 2 * PAGE_QUANTUM * head_dim * dtype.itemsize
+
+
+def page_layout(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> PageLayout:
+    """The largest history page that fits the bytes of a window page."""
+    room = window_page_bytes(head_dim, dtype)
+    best = None
+    for size in range(PAGE_QUANTUM, MAX_PAGE + 1, PAGE_QUANTUM):
+        layout = PageLayout.of(recipe, head_dim, size)
+        if layout.bytes <= room:
+            best = layout
+    if best is None:
+        raise OscarError(f"no page of 16 packed tokens fits {room} bytes of head_dim {head_dim}")
+    return best

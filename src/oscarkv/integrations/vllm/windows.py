@@ -1,0 +1,290 @@
+"""The companion group: exact copies of the sink and of the last `recent` tokens.
+
+Blocks of 16 tokens, indexed by position // 16. A request holds real blocks for the sink and for
+the tokens that queries from its end on read exactly; everything between is vLLM's null block 0.
+A chunk of a prompt needs no blocks for its own queries, which read the chunk's own keys: blocks
+are taken only for what is still recent at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.integrations.vllm.capacity import SLACK, WindowBlocks
+from oscarkv.integrations.vllm.settings import window_page_bytes
+from oscarkv.kernels import LayerCache
+
+BACKEND_NAME = "OSCARKV_WINDOWS"
+SUFFIX = ".oscarkv_windows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
+    """A sliding window of `sliding_window` tokens that never lets go of the first `sink`."""
+
+    sink: int
+    #: Prefix hits end at multiples of this: the history's page.
+    hit_alignment: int
+    #: Steps that may be under way at once.
+    batches: int = 1
+
+    @property
+    def counts(self) -> WindowBlocks:
+        return WindowBlocks(self.sink, self.sliding_window, self.hit_alignment)
+
+    @property
+    def sink_blocks(self) -> int:
+        return self.counts.sink_blocks
+
+    def tail_start(self, end: int, caching: bool = False) -> int:
+        """First block that must be real once `end` tokens are there.
+
+        With prefix caching, also what a hit at the last page boundary before the end reads."""
+        if caching:
+            end = max(0, end - 1) // self.hit_alignment * self.hit_alignment
+        else:
+            end -= SLACK
+        return max(0, end - self.sliding_window + 1) // self.block_size
+
+    def max_admission_blocks_per_request(
+        self, max_in_flight_tokens: int, max_model_len: int
+    ) -> int:
+        return self.counts.admission(max_model_len, max_in_flight_tokens, self.batches)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        charged = self.counts.charged(vllm_config.model_config.max_model_len)
+        return charged * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(spec == self for spec in kv_cache_specs.values())
+
+
+class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
+    """Real blocks for the sink and the tail, null blocks between them."""
+
+    def __init__(self, kv_cache_spec: WindowSpec, **arguments: Any) -> None:
+        super().__init__(kv_cache_spec, **arguments)
+        self.spec = kv_cache_spec
+        self._dropped: dict[str, int] = {}  # blocks before this one were looked at and let go
+
+    def _is_real(self, first: int, last: int, end: int) -> list[bool]:
+        tail = self.spec.tail_start(end)
+        if self.enable_caching:
+            tail = min(tail, self.spec.tail_start(end, caching=True))
+        sink = self.spec.sink_blocks
+        return [index < sink or index >= tail for index in range(first, last)]
+
+    # -- allocation ----------------------------------------------------------------------------
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        held = self.req_to_blocks.get(request_id, ())
+        needed = cdiv(num_tokens, self.block_size)
+        evictable = self._get_num_evictable_blocks(new_computed_blocks)
+        if apply_admission_cap:
+            cap = self.max_admission_blocks_per_request
+            have = sum(not block.is_null for block in (*held, *new_computed_blocks))
+            wanted = needed if cap is None else min(needed, cap)
+            return max(wanted - have, 0) + evictable
+        first, external = len(held) + len(new_computed_blocks), 0
+        if total_computed_tokens > num_local_computed_tokens:  # a connector brings the others
+            last = cdiv(total_computed_tokens, self.block_size)
+            external = sum(self._is_real(first, last, total_computed_tokens))
+            first = max(first, last)
+        return external + sum(self._is_real(first, needed, num_tokens_main_model)) + evictable
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """The new entries of the request's table, null blocks among them: the worker appends."""
+        return self._extend(request_id, num_tokens, num_tokens_main_model, record=True)
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Tokens that a connector brings: blocks for what the next query reads of them exactly."""
+        end = num_local_computed_tokens + num_external_computed_tokens
+        self._extend(request_id, end, end, record_for_zeroing)
+
+    def _extend(self, request_id: str, tokens: int, end: int, record: bool) -> list[KVCacheBlock]:
+        """The new entries for `tokens` tokens, those real that matter once `end` are there."""
+        blocks = self.req_to_blocks[request_id]
+        real = self._is_real(len(blocks), cdiv(tokens, self.block_size), end)
+        fresh = self.block_pool.get_new_blocks(sum(real))
+        if self._record_new_block_ids and record:
+            self.new_block_ids.extend(block.block_id for block in fresh)
+        source = iter(fresh)
+        added = [next(source) if is_real else self._null_block for is_real in real]
+        blocks.extend(added)
+        return added
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Let go of what no query from here on reads. Null blocks lie between real ones, so every
+        block is looked at, once."""
+        blocks = self.req_to_blocks.get(request_id)
+        if not blocks:
+            return
+        first = max(self.spec.sink_blocks, self._dropped.get(request_id, 0))
+        last = min(self.spec.tail_start(processed_computed_tokens), len(blocks))
+        if last <= first:
+            return
+        freed = [block for block in blocks[first:last] if not block.is_null]
+        blocks[first:last] = [self._null_block] * (last - first)
+        self._dropped[request_id] = last
+        self.block_pool.free_blocks(reversed(freed))
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._dropped.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    # -- prefix hits ---------------------------------------------------------------------------
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The longest prefix of whole pages whose sink and whose last recent - 1 tokens are
+        there. Nothing inside a window is ever read from the history instead."""
+        assert isinstance(kv_cache_spec, WindowSpec)
+        assert dcp_world_size == pcp_world_size == 1, "windows are not sharded over tokens"
+        size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        found: dict[int, list[KVCacheBlock] | None] = {}
+
+        def cached(index: int) -> list[KVCacheBlock] | None:
+            if index not in found:
+                found[index] = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
+            return found[index]
+
+        if drop_eagle_block:
+            max_length -= size
+        for length in range(
+            max_length // alignment_tokens * alignment_tokens, 0, -alignment_tokens
+        ):
+            blocks = length // size
+            tail = max(0, length - kv_cache_spec.sliding_window + 1) // size
+            sink = min(kv_cache_spec.sink_blocks, blocks)
+            needed = [*range(max(tail, sink), blocks), *range(sink)]
+            if all(cached(index) is not None for index in reversed(needed)):
+                chosen = {index: cached(index) for index in needed}
+                rows = tuple(
+                    [
+                        block_pool.null_block if (hit := chosen.get(i)) is None else hit[group]
+                        for i in range(blocks)
+                    ]
+                    for group in range(len(kv_cache_group_ids))
+                )
+                return rows, length
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+def register_spec() -> None:
+    # Registering into an empty registry would keep vLLM from filling it with its own specs.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
+
+
+class WindowBackend(AttentionBackend):  # type: ignore[misc]
+    """Gives the companion group its tables; nothing attends through it."""
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("the window group has no attention of its own")
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        from oscarkv.integrations.vllm.metadata import WindowBuilder
+
+        return WindowBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
+        return [MultipleOf(PAGE_QUANTUM)]
+
+
+class WindowLayer(AttentionLayerBase):  # type: ignore[misc]
+    """The companion of one attention layer; vLLM binds its cache to it."""
+
+    def __init__(
+        self, heads: int, head_dim: int, dtype: torch.dtype, sink: int, recent: int, page: int
+    ) -> None:
+        #: The attention layer's whole cache, once it was asked for.
+        self.layer: LayerCache | None = None
+        self.kv_cache = torch.tensor([])
+        self.spec = WindowSpec(
+            block_size=PAGE_QUANTUM,
+            tokens_per_state=PAGE_QUANTUM,
+            state_content_bytes=window_page_bytes(head_dim, dtype),
+            num_kv_heads=heads,
+            head_size=head_dim,
+            dtype=dtype,
+            sliding_window=recent,
+            sink=sink,
+            hit_alignment=page,
+        )
+
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        self._kv_cache = cache
+        self.layer = None  # it would keep another cache's memory
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return WindowBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec:
+        return dataclasses.replace(self.spec, batches=vllm_config.max_concurrent_batches)

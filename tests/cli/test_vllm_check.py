@@ -1,0 +1,144 @@
+"""`oscarkv vllm check`, which needs no vLLM."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commandline import CONTEXT, Run, save_tiny_model
+
+import oscarkv
+from oscarkv.errors import MissingDependencyError
+from oscarkv.integrations.vllm import fit
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "engine_version", lambda: "0.32.0")
+
+
+def found(run: Run, *arguments: object, code: int = 0) -> dict:
+    result = run("vllm", "check", *arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def problems(answer: dict) -> list[str]:
+    return [f["text"] for f in answer["findings"] if f["verdict"] == "problem"]
+
+
+def test_what_fits_is_counted(run: Run, tiny: Path, artifact: Path) -> None:
+    """The tiny model's head_dim is 16: a block is 2 KV heads x 2 layers x 16 tokens x 2 x 16 x 2
+    bytes. A packed row is 4 bytes of codes and 2 of parameters, so a page of 16 unpacked tokens
+    (1,024 bytes) holds 80 packed ones."""
+    answer = found(run, tiny, "--artifact", artifact, "--memory", 1, "--max-model-len", 640,
+                   "--sink", 64, "--recent", 256)  # fmt: skip
+    assert answer["fits"]
+    assert problems(answer) == []
+    assert answer["page_tokens"] == 80
+    assert answer["blocks"] == (1 << 30) // (2 * 2 * 1024)
+    assert answer["plain_tokens"] == answer["blocks"] * 16
+    request = 640 // 80 + 64 // 16 + (256 + 16) // 16 + 1 + 80 // 16
+    assert answer["tokens"] == int(answer["blocks"] / request * 640)
+    assert answer["gain"] == pytest.approx(40 / request, abs=1e-4)
+    assert answer["bits_per_element"] == pytest.approx(16 * request / 40, abs=1e-4)
+    assert answer["transform_bytes"] == 2 * 2 * (4 * 16 * 16 + 2 * 16) * 4
+    row, plain = 12, 64
+    assert answer["step_bytes"] == 2 * 2 * ((640 - 320) * row + 320 * plain)
+    assert answer["plain_step_bytes"] == 2 * 2 * 640 * plain
+
+
+def test_text(run: Run, tiny: Path, artifact: Path) -> None:
+    result = run("vllm", "check", tiny, "--artifact", artifact, "--memory", 1, "--recent", 128)
+    assert result.exit_code == 0
+    for part in ("vLLM 0.32.0", "2 KV heads of 16", "balanced for tiny", "all 2 are packed",
+                 "predicted relative error", "oscarkv bench serving"):  # fmt: skip
+        assert part in result.stdout
+    last = result.stdout.strip().splitlines()[-1]
+    assert last.startswith(f"vllm serve {tiny} --attention-backend CUSTOM")
+    assert '"recent": 128' in last
+
+
+def test_ranks(run: Run, tiny: Path, artifact: Path) -> None:
+    common = (tiny, "--artifact", artifact, "--memory", 1)
+    one, two, four = (found(run, *common, "--tensor-parallel-size", n) for n in (1, 2, 4))
+    assert two["blocks"] == 2 * one["blocks"]
+    assert four["blocks"] == two["blocks"]  # two KV heads on four ranks: each twice
+    refused = found(run, *common, "--tensor-parallel-size", 3, code=1)
+    assert "do not go into 3" in problems(refused)[0]
+
+
+def test_another_model(run: Run, tmp_path: Path, artifact: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", layers=3)
+    answer = found(run, other, "--artifact", artifact, code=1)
+    assert not answer["fits"]
+    assert "layers 2" in problems(answer)[0]
+    assert "has layers 3" in problems(answer)[0]
+    assert "tokens" not in answer
+
+
+def test_layers_without_transforms(run: Run, tmp_path: Path, tiny: Path, artifact: Path) -> None:
+    loaded = oscarkv.load_artifact(artifact)
+    del loaded.layers[1]
+    oscarkv.save_artifact(loaded, tmp_path / "part")
+    answer = found(run, tiny, "--artifact", tmp_path / "part", code=1)
+    assert "no transforms for layer 1" in problems(answer)[0]
+
+
+def test_too_little_memory_for_one_request(run: Run, tiny: Path, artifact: Path) -> None:
+    answer = found(run, tiny, "--artifact", artifact, "--memory", 0.0002, code=1)
+    assert f"one request of {CONTEXT:,} tokens needs" in problems(answer)[0]
+    enough = found(run, tiny, "--artifact", artifact, "--memory", 0.001)
+    assert enough["concurrency"] > 1
+
+
+def test_engines(run: Run, tiny: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "engine_version", lambda: "0.40.1")
+    assert "this is 0.40.1" in problems(found(run, tiny, "--artifact", artifact, code=1))[0]
+
+    def missing() -> str:
+        raise MissingDependencyError("vLLM is not installed")
+
+    monkeypatch.setattr(fit, "engine_version", missing)
+    answer = found(run, tiny, "--artifact", artifact)
+    assert "vLLM is not installed" in answer["findings"][0]["text"]
+    assert answer["findings"][0]["verdict"] == "warning"
+
+
+def test_memory_of_a_gpu(run: Run, tiny: Path, artifact: Path) -> None:
+    common = (tiny, "--artifact", artifact, "--gpu-memory", 2)
+    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    answer = found(run, *common, "--gpu-memory-utilization", 0.5)
+    assert answer["memory_bytes"] == (1 << 30) - weights
+    assert "GiB of weights" in json.dumps(answer)
+
+
+def test_windows_longer_than_the_context(run: Run, tiny: Path, artifact: Path) -> None:
+    answer = found(run, tiny, "--artifact", artifact, "--max-model-len", 200)
+    assert any("nothing is gained" in f["text"] for f in answer["findings"])
+
+
+def test_refusals(refuses: Callable[..., str], tiny: Path, artifact: Path, tmp_path: Path) -> None:
+    def line(*arguments: object, model: Path = tiny, file: Path = artifact) -> str:
+        return refuses("vllm", "check", model, "--artifact", file, *arguments)
+
+    assert "does not exist" in line(file=tmp_path / "none")
+    assert "no config.json" in line(model=tmp_path)
+    assert "neither a directory nor a hub id" in line(model=tmp_path / "none")
+    assert "not both" in line("--memory", 1, "--gpu-memory-utilization", 0.5)
+    assert "above 0" in line("--memory", -1)
+    assert "at most 1" in line("--gpu-memory-utilization", 1.5, "--gpu-memory", 80)
+    assert "does not hold the weights" in line(
+        "--gpu-memory-utilization", 0.1, "--gpu-memory", 0.001
+    )
+    assert "unknown dtype 'int3'" in line("--dtype", "int3")
+    assert "goes with --gpu-memory-utilization" in line("--gpu-memory", 80)
+
+
+def test_a_recipe_that_packs_nothing(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:
+    loaded = oscarkv.load_artifact(artifact)
+    plain = dataclasses.replace(loaded, recipe=oscarkv.Recipe.named("bf16"))
+    oscarkv.save_artifact(plain, tmp_path / "plain")
+    answer = found(run, tiny, "--artifact", tmp_path / "plain", code=1)
+    assert "packs nothing" in problems(answer)[0]

@@ -1,0 +1,71 @@
+"""Engines in processes of their own: two tensor-parallel ranks; drafts.
+
+vLLM cannot start a second engine in a process that has looked for drafts by n-grams.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.config")
+
+from engines import prompts
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    path, artifact, asked, knobs = json.loads(sys.argv[1])
+    llm = LLM(
+        path, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
+        max_num_seqs=8, max_num_batched_tokens=100,
+        additional_config={"oscarkv": {"artifact": artifact, "strict": True}}, **knobs,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    for _ in range(2):
+        out = llm.generate([{"prompt_token_ids": p} for p in asked], sampling, use_tqdm=False)
+        print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in out]), flush=True)
+"""
+
+
+def check(tiny_model, folder: Path, asked, knobs, environment) -> None:
+    script = folder / "engine.py"
+    script.write_text(SCRIPT)
+    arguments = json.dumps([str(tiny_model.path), str(tiny_model.artifact), asked, knobs])
+    done = subprocess.run(
+        [sys.executable, str(script), arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert len(lines) == 2, done.stderr[-3000:]
+    expected = tiny_model.oracle(asked)
+    for line in lines:  # the second time with prefix hits
+        assert json.loads(line.removeprefix("TOKENS ")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_two_ranks_give_the_tokens_of_one(tiny_model, tmp_path: Path):
+    knobs = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    check(tiny_model, tmp_path, prompts(5, 40, 300), knobs, environment)
+
+
+def test_drafts_that_are_rejected_leave_no_trace(tiny_model, tmp_path: Path):
+    """Prompt lookup: steps of up to five tokens, rolled back where the draft was wrong."""
+    asked = [(list(range(10, 40)) * 20)[:length] for length in (100, 350)]
+    speculative = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    check(tiny_model, tmp_path, asked, {"speculative_config": speculative}, {})
