@@ -4,7 +4,8 @@
 //
 // Further macros: ROW_GROUPS (1, 2 or 4: query rows of a block in fours), CHUNK (tiles of 16 tokens
 // that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM,
-// SOFT_CAP.
+// SOFT_CAP, QUERY_ROWS (query rows of a block of oscar_queries), WAVES (parts that a block works on,
+// about, where lengths differ).
 //
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule

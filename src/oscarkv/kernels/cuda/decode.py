@@ -22,6 +22,8 @@ from oscarkv.kernels.plan import Plan
 CHUNK_BYTES = 4096
 #: Query rows that a block of oscar_queries transforms.
 QUERY_ROWS = 8
+#: Parts that a block works on, about, where lengths differ.
+WAVES = 4
 #: What each block loses of its processor's shared memory.
 RESERVED = 1024
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
@@ -142,6 +144,8 @@ class Geometry(PackedFormat):
             "WARPS": self.warps,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "SOFT_CAP": int(self.soft_cap),
+            "QUERY_ROWS": QUERY_ROWS,
+            "WAVES": WAVES,
             "SHARED_BYTES": self.shared_bytes,
             "PREPARED_BYTES": 4 * self.prepared_words,
         }
@@ -169,7 +173,7 @@ class DecodeKernel:
         )
         self.blocks = _processors(device) * geometry.blocks_per_sm
         record = 2 * geometry.rows * (geometry.head_dim + 2)
-        parts = 2 * self.blocks  # one for each, and what rounding adds
+        parts = 2 * WAVES * self.blocks  # of lines with several: each is at least half as large
         self._partial = torch.empty(parts * record, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self._queries = torch.empty(0, dtype=torch.int32, device=device)
@@ -233,7 +237,9 @@ class DecodeKernel:
         threads = 32 * self.geometry.warps
         rows = arguments.batch * arguments.row_blocks * self.geometry.rows
         blocks = -(-rows // QUERY_ROWS)
-        self._queries_kernel.launch((arguments.kv_heads, blocks, 1), 256, arguments, early=True)
+        self._queries_kernel.launch(
+            (arguments.kv_heads, blocks, 1), 32 * QUERY_ROWS, arguments, early=True
+        )
         self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:

@@ -86,6 +86,9 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int history_be
         }
     }
     __syncthreads();
+    // The windows of the first part, which often has them all, are on their way meanwhile.
+    const int own = threadIdx.x < QUADS ? threadIdx.x : 0;
+    const Float4 first_windows = load_fresh_quad(record_of(a, first) + 4 * (ROWS + QUADS + own));
     // History: warp w takes every WARPS-th part, several at a time so that their loads overlap.
     Float4 sum[EACH] = {};
     ROLLED for (int base = history_begin + warp; base < parts; base += WARPS * AT_ONCE) {
@@ -107,12 +110,13 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int history_be
             }
         }
     }
-    // Windows: few parts.
     ROLLED for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
         Float4 windows = {};
-        ROLLED for (int part = 0; part < windows_end; part++)
-            add_scaled(windows, load_fresh_quad(record_of(a, first + part) + 4 * (ROWS + QUADS + quad)),
+        ROLLED for (int part = 0; part < windows_end; part++) {
+            const float* sums = record_of(a, first + part) + 4 * (ROWS + QUADS + quad);
+            add_scaled(windows, part || quad != own ? load_fresh_quad(sums) : first_windows,
                        factors[part][ROWS + quad / ROW_QUADS].x);
+        }
         *(Float4*)&s.window[quad / ROW_QUADS][quad % ROW_QUADS * 4] = windows;
     }
     __syncthreads();

@@ -19,7 +19,7 @@ DEVICE i64 query_at(const Arguments& a, int start, int head, int row) {  // elem
     return (start + row / a.group) * a.q_token + (head * a.group + row % a.group) * a.q_head;
 }
 
-constexpr int QUERY_THREADS = 256, QUERY_ROWS = 8;  // a warp for each row
+constexpr int QUERY_THREADS = 32 * QUERY_ROWS;  // a warp for each row
 
 // Block (x, y): head x, and rows 8 y ... of those of all pairs, in the order of their records.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const __grid_constant__ Arguments a) {

@@ -51,6 +51,28 @@ constexpr int HEADER = 4;  // words of the above
 constexpr int PLANNERS = 256;
 constexpr int SCHEDULED = 64;  // sequences whose facts a block takes in one go
 
+// Sum of every thread's number.
+DEVICE int block_total(int x, int* sums) {
+    x = __reduce_add_sync(ALL, x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    int total = 0;
+    UNROLL for (int warp = 0; warp < PLANNERS / 32; warp++) total += sums[warp];
+    return total;
+}
+
+// The largest of them.
+DEVICE int block_max(int x, int* sums) {
+    x = __reduce_max_sync(ALL, x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    int top = 0;
+    UNROLL for (int warp = 0; warp < PLANNERS / 32; warp++) top = larger(top, sums[warp]);
+    return top;
+}
+
 // Sum of every thread's number, and of those of the threads before this one.
 DEVICE int block_sum(int x, int* sums, int& before) {
     __syncthreads();
@@ -66,24 +88,71 @@ DEVICE int block_sum(int x, int* sums, int& before) {
     return sums[PLANNERS - 1];
 }
 
+// Into how many parts of at most `size` units each line of a sequence is cut.
+DEVICE int parts_of(int units, int size) {
+    const int parts = (units + size - 1) / size;
+    return parts < MOST_PARTS ? parts : MOST_PARTS;
+}
+
+// Units of a sequence's lines, and how many lines there are.
+struct Lines {
+    int units, count;
+    DEVICE Lines(const Arguments& a, const Sequence& s)
+        : units(s.units()), count(s.row_blocks(a.group) * a.kv_heads) {}
+};
+
+struct Cut { int parts, longest; };  // of all lines together; of a part
+
+// What comes of cutting all lines into parts of at most `size` units. `own`: the thread's first.
+DEVICE Cut cut(const Arguments& a, Schedule& plan, const Lines& own, int size, int* sums) {
+    int parts = 0, longest = 0;
+    auto add = [&](const Lines& lines) {
+        const int each = parts_of(lines.units, size);
+        parts += each * lines.count;
+        if (each) longest = larger(longest, (lines.units + each - 1) / each);
+    };
+    add(own);
+    for (int b = threadIdx.x + PLANNERS; b < a.batch; b += PLANNERS) add({a, plan.sequences()[b]});
+    return {block_total(parts, sums), block_max(longest, sums)};
+}
+
 // One block, once per step and geometry.
 extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments a, int blocks) {
     __shared__ int sums[PLANNERS];
     Schedule& plan = *(Schedule*)a.schedule;
-    int total = 0, before;
-    for (int base = 0; base < a.batch; base += PLANNERS) {
-        const int b = base + threadIdx.x;
-        int units = 0;
-        if (b < a.batch) {
-            const Sequence s = describe(a, b);
-            plan.sequences()[b] = s;
-            units = s.units() * s.row_blocks(a.group) * a.kv_heads;
-        }
-        total += block_sum(units, sums, before);
+    const Sequence first = threadIdx.x < a.batch ? describe(a, threadIdx.x) : Sequence{};
+    if (threadIdx.x < a.batch) plan.sequences()[threadIdx.x] = first;
+    const Lines own(a, first);
+    int total = own.units * own.count, longest = own.units;
+    for (int b = threadIdx.x + PLANNERS; b < a.batch; b += PLANNERS) {
+        const Sequence s = describe(a, b);
+        plan.sequences()[b] = s;
+        total += s.units() * s.row_blocks(a.group) * a.kv_heads;
+        longest = larger(longest, s.units());
     }
-    int share = (total + blocks - 1) / blocks;
-    if (share < SMALLEST_PART) share = SMALLEST_PART;
-    int parts = 0, records = 0;
+    total = block_total(total, sums);
+    longest = block_max(longest, sums);
+    const int share = (total + blocks - 1) / blocks;
+    // The smallest size that gives every block at most one part, if there is one.
+    int size = larger(share, SMALLEST_PART), enough = larger(longest, size);
+    for (int step = 0; step < 10 && size < enough; step++) {
+        const int middle = size + (enough - size) / 2;
+        if (cut(a, plan, own, middle, sums).parts <= blocks) enough = middle; else size = middle + 1;
+    }
+    // Where lengths differ much, or do not fill the last round, smaller parts end sooner: blocks take
+    // them as they get ready.
+    int best = enough, soonest = 1 << 30;
+    for (int waves = 0; waves <= WAVES; waves++) {
+        const int tried = waves ? larger((share + waves - 1) / waves, SMALLEST_PART) : enough;
+        const Cut found = cut(a, plan, own, tried, sums);
+        const int rounds = (found.parts + blocks - 1) / blocks;
+        int end = rounds * found.longest;
+        if (end > share + found.longest) end = share + found.longest;
+        end += rounds * PART_COST;
+        if (end < soonest) { soonest = end; best = tried; }
+    }
+    size = best;
+    int parts = 0, records = 0, before;
     for (int base = 0; base < a.batch; base += PLANNERS) {
         const int b = base + threadIdx.x;
         int here = 0;
@@ -91,9 +160,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) oscar_schedule(Arguments 
             Sequence& s = plan.sequences()[b];
             const int units = s.units();
             if (units) {
-                s.parts = (units + share / 32) / share;  // rather a little larger than one more
-                if (s.parts < 1) s.parts = 1;
-                if (s.parts > MOST_PARTS) s.parts = MOST_PARTS;
+                s.parts = parts_of(units, size);
                 here = s.parts * s.row_blocks(a.group) * a.kv_heads;
             }
         }

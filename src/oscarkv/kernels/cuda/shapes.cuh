@@ -11,6 +11,7 @@ constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
 constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
 constexpr int WINDOW_COST = (72 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, and slower
 constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
+constexpr int PART_COST = 48;       // units: what a further part costs a block
 constexpr int STRIDE = HEAD_DIM + 8;  // of float rows in shared memory: no bank conflicts
 // A block's working space: the warps' rings; their sums; those of times_matrix.
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
