@@ -60,7 +60,10 @@ TUNING = Tuning()
 # -- the kernel ----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["splits", "history_table_row", "window_table_row"])
+@triton.jit(
+    do_not_specialize=["splits", "history_table_row", "window_table_row"],
+    do_not_specialize_on_alignment=["history_table", "window_table", "seq_lens", "query_start"],
+)
 def _attend(
     q, acc, offsets_acc, window_acc, maxima, sums,
     history, window, history_table, window_table, seq_lens, query_start,

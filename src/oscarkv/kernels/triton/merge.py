@@ -36,7 +36,7 @@ def _split_tops(maxima, at, exists, some, splits):
     return there & (tops > _NOTHING), tops
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["query_start"])
 def _merge(
     out, acc, offsets, window_acc, maxima, sums, value_matrix, value_offsets, value_mean,
     query_start, splits, out_token, out_head,

@@ -40,7 +40,7 @@ from oscarkv.kernels.triton.prefill_kernel import prefill_kernel
 class Tiles:
     """The tunables of one head_dim, rounded up to a power of two."""
 
-    block_m: int  # query rows of a program, at most; fewer where the chunks are short
+    block_m: int  # query rows of a program; fewer where all chunks are short
     history_n: int  # history tokens of a step
     exact_n: int  # exact tokens of a step
     warps: int
@@ -61,6 +61,8 @@ TILES = {
 WIDE_TILES = Tiles(64, 32, 32, 4, exact_stages=1), Tiles(64, 32, 16, 8, exact_stages=1)
 #: Unpack with inline assembly where there is an NVIDIA GPU.
 USE_ASM = True
+#: Query rows of a program where no chunk has more.
+SHORT_ROWS = 16
 #: Channels of q that one step of q A^-T takes.
 TRANSFORM_BLOCK = 64
 
@@ -118,17 +120,19 @@ def prefill(plan: Plan, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out:
 
 
 def _tiles(columns: int, dtype: torch.dtype, rows: int, layout: PageLayout) -> Tiles:
-    """The tunables for this geometry, with no more rows than the longest chunk fills."""
+    """The tunables for this geometry; fewer rows for the shortest chunks, which fill no tile.
+
+    Not for any in between: each would be compiled, when a server first meets it.
+    """
     tiles = WIDE_TILES[columns > 128] if dtype == torch.float32 else TILES[columns]
     size = layout.head_dim // layout.groups
     for row in (layout.key_row, layout.value_row):
         if row.bits == 3 or (layout.groups > 1 and size % (2 * row.planes[0].words)):
             # Something is gathered for each column: too much for buffers in shared memory.
             tiles = replace(tiles, history_stages=1)
-    needed = max(16, triton.next_power_of_2(rows))
-    if needed >= tiles.block_m:
+    if rows > SHORT_ROWS:
         return tiles
-    return replace(tiles, block_m=needed, warps=min(tiles.warps, 4))
+    return replace(tiles, block_m=SHORT_ROWS, warps=min(tiles.warps, 4))
 
 
 def _alignment(pages: Tensor) -> int:

@@ -37,7 +37,16 @@ def _attend_history(
     )
 
 
-@triton.jit
+@triton.jit(
+    # Engines pass rows of larger tables: each beginning would be compiled for.
+    do_not_specialize=["history_table_row", "window_table_row"],
+    do_not_specialize_on_alignment=[
+        "seq_lens",
+        "query_start_loc",
+        "history_table",
+        "window_table",
+    ],
+)
 def prefill_kernel(
     q, k, v, out, codes, parameters, window, query_matrix, value_matrix, key_mean, value_mean,
     seq_lens, query_start_loc, history_table, window_table,

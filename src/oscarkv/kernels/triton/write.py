@@ -144,7 +144,10 @@ def _write_side(
         _pack_plane(codes, words, kept, BITS, 0, DIM, GROUPS)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["history_slots", "window_slots"],
+)
 def _write(
     k, v, key_matrix, value_matrix, key_mean, value_mean, history, window, history_slots,
     window_slots, bases, grid, count, k_token, k_head, v_token, v_head,
