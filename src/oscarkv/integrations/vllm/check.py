@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import bisect
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,7 +10,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from oscarkv.errors import OscarError
-from oscarkv.integrations.vllm.capacity import Capacity
+from oscarkv.integrations.vllm.canary import attach
+from oscarkv.integrations.vllm.capacity import Capacity, blocks_for
 from oscarkv.integrations.vllm.layers import check_model
 from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of, switched_off
 
@@ -56,6 +57,7 @@ def check_config(config: Any) -> None:
     for what, present in refused.items():
         if present:
             raise OscarError(f"oscarkv cannot be used with {what}")
+    attach.prepare(config, settings)
     logger.info("oscarkv: %s", describe(config, settings))
 
 
@@ -84,20 +86,29 @@ def step_aside(arguments: Any) -> None:
     logger.info("oscarkv: switched off; the cache is vLLM's own")
 
 
-def install() -> None:
-    """Have vLLM's own argument handling end with the check: it has no hook for that."""
-    from vllm.engine.arg_utils import EngineArgs
+def check_memory(config: Any, cache: Any) -> None:
+    """Refuse a pool in which a prompt of the longest length would wait forever: while it is read it
+    holds more window blocks than vLLM charges it for (see `WindowBlocks`). `cache`: KVCacheConfig.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
 
-    plain = EngineArgs.create_engine_config
-    if getattr(plain, "_oscarkv", False):
+    def needed(length: int) -> int:
+        return sum(most_blocks(spec, length, config.max_in_flight_tokens) for spec in specs)
+
+    length, usable = config.model_config.max_model_len, cache.num_blocks - 1  # one is never used
+    if needed(length) <= usable:
         return
+    fits = bisect.bisect_right(range(1, length + 1), usable, key=needed)
+    instead = f"--max-model-len {fits}" if fits else "a model of which one token fits"
+    raise OscarError(
+        f"too little memory for one sequence of {length:,} tokens: it takes {needed(length)} "
+        f"blocks while its prompt is read, and the cache has {usable}; give more memory "
+        f"(--gpu-memory-utilization), or {instead}"
+    )
 
-    @functools.wraps(plain)
-    def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
-        step_aside(self)
-        config = plain(self, *arguments, **options)
-        check_config(config)
-        return config
 
-    create_engine_config._oscarkv = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
+def most_blocks(spec: Any, length: int, in_flight: int) -> int:
+    """What one request of a group takes at most."""
+    if hasattr(spec, "max_admission_blocks_per_request"):  # windows
+        return int(spec.max_admission_blocks_per_request(in_flight, length))
+    return blocks_for(length, spec.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,9 @@ from oscarkv.recipe import Recipe
 
 SECTION = "oscarkv"
 MAX_PAGE = 256
+#: Known by name only: asking whether one can run here would start CUDA in vLLM's first process.
+BACKENDS = ("cuda", "triton", "torch")
+EXAMPLE = '{"oscarkv": {"artifact": FILE}}'
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Settings:
     strict: bool = False
     backend: str = "auto"
     enabled: bool = True
+    canary: dict[str, Any] | None = None  # canary/options.py
 
     @property
     def loaded(self) -> Artifact:
@@ -42,12 +47,35 @@ class Settings:
 
 def _section(config: Any) -> dict[str, Any] | None:
     extra = config.additional_config if config is not None else None
-    return extra.get(SECTION) if isinstance(extra, dict) else None
+    section = extra.get(SECTION) if isinstance(extra, dict) else None
+    if section is not None and not isinstance(section, dict):
+        raise OscarError(f'"oscarkv": {section!r} in --additional-config; it wants {EXAMPLE}')
+    return section
 
 
 def switched_off(config: Any) -> bool:
     section = _section(config)
     return section is not None and not section.get("enabled", True)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 0)
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+#: What each option may be: in words, and whether a value is.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "artifact": ("the path of a file", lambda x: isinstance(x, str)),
+    "sink": ("a number of tokens", _is_count),
+    "recent": ("a number of tokens", _is_count),
+    "strict": ("true or false", _is_switch),
+    "backend": (f"one of auto, {', '.join(BACKENDS)}", lambda x: x in ("auto", *BACKENDS)),
+    "enabled": ("true or false", _is_switch),
+    "canary": ("a section, such as {}", lambda x: x is None or isinstance(x, dict)),
+}
 
 
 def settings_of(config: Any) -> Settings | None:
@@ -62,9 +90,11 @@ def settings_of(config: Any) -> Settings | None:
     if switched_off(config):
         return None
     if "artifact" not in section:
-        raise OscarError(
-            'oscarkv needs an artifact: --additional-config \'{"oscarkv": {"artifact": FILE}}\''
-        )
+        raise OscarError(f"oscarkv needs an artifact: --additional-config '{EXAMPLE}'")
+    for name, value in section.items():
+        wanted, fits = _OPTIONS.get(name, ("", None))
+        if fits is not None and not fits(value):
+            raise OscarError(f"oscarkv option {name} is {value!r}; it wants {wanted}")
     return Settings(**section)
 
 
