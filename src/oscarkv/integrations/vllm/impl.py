@@ -95,20 +95,28 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
     def _layer(self, history: Tensor) -> LayerCache:
         """The cache that vLLM bound last. It makes a small one first, to capture graphs and see
         what they take; the windows' layer keeps what is ours of it, and lets go with it."""
-        windows, transforms = self._windows, self._transforms
+        windows = self._windows
         assert windows is not None
-        assert transforms is not None
         if windows.layer is None:
-            windows.layer = layers.bind(
-                transforms,
-                self._memo,
-                self.settings.recipe,
-                self.scale,
-                self.soft_cap,
-                history,
-                windows.kv_cache,
-            )
+            windows.layer = self.bind(history, windows.kv_cache)
         return windows.layer
+
+    def bind(self, history: Tensor, windows: Tensor) -> LayerCache:
+        """This layer over pages in vLLM's shape: those of its cache, or the canary's own."""
+        return layers.bind(
+            self.transforms,
+            self._memo,
+            self.settings.recipe,
+            self.scale,
+            self.soft_cap,
+            history,
+            windows,
+        )
+
+    @property
+    def transforms(self) -> Transforms:
+        assert self._transforms is not None, "made when the weights were loaded"
+        return self._transforms
 
     # -- a step --------------------------------------------------------------------------------
 
