@@ -6,14 +6,18 @@ import bisect
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm.canary import attach
 from oscarkv.integrations.vllm.capacity import Capacity, blocks_for
 from oscarkv.integrations.vllm.layers import check_model
 from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of, switched_off
+from oscarkv.integrations.vllm.windows import SUFFIX, WindowSpec
 
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
 
@@ -28,12 +32,15 @@ def check_config(config: Any) -> None:
         return
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     check_model(settings.loaded, model)
-    missing = sorted(set(range(settings.loaded.model.layers)) - set(settings.loaded.layers))
+    outside = [layer for layer in settings.skip if layer >= settings.loaded.model.layers]
+    packed = set(settings.loaded.layers) - set(settings.skip)
     page = page_layout(settings.recipe, model.get_head_size(), model.dtype).page_size
     connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
     chosen = config.attention_config.backend
     refused = {
-        f"layers {missing} have no transforms in {settings.artifact}": bool(missing),
+        f"skip {outside}: the model has no such layers": bool(outside),
+        f"{settings.artifact}: no layer is left to pack": not packed,
+        "MLA: its cache is one latent a token, not keys and values": model.use_mla,
         f"--kv-cache-dtype {cache.cache_dtype}: the cache is oscarkv's": cache.cache_dtype
         != "auto",
         f"--block-size {cache.block_size}: pages hold {page} tokens; leave it out": bool(
@@ -84,6 +91,37 @@ def step_aside(arguments: Any) -> None:
         if getattr(chosen, "name", chosen) == AttentionBackendEnum.CUSTOM.name:
             setattr(holder, name, None)
     logger.info("oscarkv: switched off; the cache is vLLM's own")
+
+
+def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -> str | None:
+    """Which layers keep vLLM's own cache, as a line for the log; refuses a model of no others.
+
+    `specs`: layer name -> KVCacheSpec as the workers made them; `groups`: those vLLM put them in.
+    """
+    kept: dict[str, list[int]] = {}
+    for name, spec in specs.items():
+        if name.endswith(SUFFIX) or name + SUFFIX in specs:
+            continue
+        index = extract_layer_index(name)
+        if index in settings.skip:
+            reason = "skipped"
+        elif isinstance(spec, SlidingWindowSpec):
+            reason = "sliding window"
+        elif index not in settings.loaded.layers:
+            reason = "no transforms"
+        else:
+            reason = f"{type(spec).__name__}, which oscarkv does not pack"
+        kept.setdefault(reason, []).append(index)
+    parts = [f"{', '.join(map(str, sorted(found)))} ({why})" for why, found in kept.items()]
+    line = f"layers {'; '.join(parts)} keep vLLM's own cache" if kept else None
+    windows = [
+        group.kv_cache_spec for group in groups if isinstance(group.kv_cache_spec, WindowSpec)
+    ]
+    if not windows:
+        raise OscarError(f"oscarkv has nothing to pack: {line}")
+    if any(spec.block_size != PAGE_QUANTUM for spec in windows):
+        raise OscarError(f"oscarkv cannot be used with this model: blocks are larger where {line}")
+    return line
 
 
 def check_memory(config: Any, cache: Any) -> None:

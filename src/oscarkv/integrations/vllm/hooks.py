@@ -69,12 +69,18 @@ def _around_arguments(before: Callable[[Any], None], after: Callable[[Any], None
 
 def _checked_memory(plain: Any, config: Any, specs: Any, memory: Any) -> Any:
     """In the engine's process, once the memory left by the model is known."""
-    from oscarkv.integrations.vllm.check import check_memory
+    from oscarkv.integrations.vllm.check import check_layers, check_memory, logger
 
-    if settings_of(config) is None:
+    settings = settings_of(config)
+    if settings is None:
         return plain(config, specs, memory)
     try:
         made = plain(config, specs, memory)
+        every = {name: spec for rank in specs for name, spec in rank.items()}
+        groups = [group for cache in made for group in cache.kv_cache_groups]
+        kept = check_layers(settings, every, groups)
+        if kept is not None:
+            logger.info("oscarkv: %s", kept)
         for cache in made:
             check_memory(config, cache)
     except ValueError as error:  # vLLM's own: not even one sequence fits

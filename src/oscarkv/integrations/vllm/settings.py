@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,7 @@ class Settings:
     artifact: str
     sink: int | None = None  # instead of the recipe's
     recent: int | None = None
+    skip: Sequence[int] = ()  # layers that keep vLLM's own cache
     strict: bool = False
     backend: str = "auto"
     enabled: bool = True
@@ -62,6 +63,10 @@ def _is_count(value: Any) -> bool:
     return value is None or (type(value) is int and value >= 0)
 
 
+def _is_layers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(x) is int and x >= 0 for x in value)
+
+
 def _is_switch(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -71,6 +76,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "artifact": ("the path of a file", lambda x: isinstance(x, str)),
     "sink": ("a number of tokens", _is_count),
     "recent": ("a number of tokens", _is_count),
+    "skip": ("a list of layers, counted from 0", _is_layers),
     "strict": ("true or false", _is_switch),
     "backend": (f"one of auto, {', '.join(BACKENDS)}", lambda x: x in ("auto", *BACKENDS)),
     "enabled": ("true or false", _is_switch),
