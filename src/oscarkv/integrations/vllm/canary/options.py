@@ -17,8 +17,8 @@ class CanaryOptions:
     interval: float = 60.0  # seconds between two rescorings, at least
     #: Where the log says so: above, below, above.
     kl: float = 0.1
-    agreement: float = 0.9
-    drift: float = 1.5
+    agreement: float = 0.85
+    drift: float = 2.0
 
     @classmethod
     def of(cls, section: dict[str, Any] | None) -> CanaryOptions | None:
