@@ -5,16 +5,19 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm.config")
 
+import engines
 from engines import prompts
 
 import oscarkv
 from oscarkv.errors import OscarError
+from oscarkv.integrations.vllm import settings
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,70 @@ def test_the_user_sees_one_line(tiny_model, tmp_path):
 def test_the_user_sees_one_line_of_another_process(tiny_model, tmp_path):
     (line,) = refused_start(tiny_model, tmp_path, {}, num_gpu_blocks_override=POOL)
     assert line.startswith("oscarkv: too little memory for one sequence")
+
+
+# -- the weights and their RoPE ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory):
+    """An artifact of a model of the same shape."""
+    other = engines.TinyModel(tmp_path_factory.mktemp("other"), seed=1)
+    return {"artifact": str(other.artifact)}
+
+
+def test_other_weights(tiny_model, other_weights):
+    with (
+        pytest.raises(OscarError, match="has others") as caught,
+        tiny_model.engine(other_weights),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_dummy_weights_are_nobodys(tiny_model, other_weights):
+    with tiny_model.engine(other_weights, load_format="dummy") as engine:
+        assert engine.generate(prompts(20), 2)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [(3, "has others"), (128 + 5, "has others"), (None, None), ("bad", "unreadable")],
+    ids=["embeddings", "norms", "unknown", "damaged"],
+)
+def test_one_value_of_the_fingerprint(tiny_model, tmp_path, sample, message):
+    artifact = oscarkv.load_artifact(tiny_model.artifact)
+    known = artifact.model.fingerprint
+    if sample is None:
+        known = ""
+    elif sample == "bad":
+        known = "not hex"
+    else:
+        known = known[: 4 * sample] + "0042" + known[4 * sample + 4 :]  # 32
+    artifact.model = dataclasses.replace(artifact.model, fingerprint=known)
+    oscarkv.save_artifact(artifact, tmp_path / "changed")
+    refused = pytest.raises(OscarError, match=message) if message else nullcontext()
+    with refused, tiny_model.engine({"artifact": str(tmp_path / "changed")}):
+        pass
+
+
+def test_rope(tiny_model, tmp_path):
+    artifact = oscarkv.load_artifact(tiny_model.artifact)
+    for rope, refused in [("", False), ('{"rope_theta": 500000.0}', True)]:
+        artifact.model = dataclasses.replace(artifact.model, rope=rope)
+        oscarkv.save_artifact(artifact, tmp_path / "rope")
+        settings._load.cache_clear()
+        options = {"artifact": str(tmp_path / "rope")}
+        with pytest.raises(OscarError, match="with RoPE") if refused else nullcontext():
+            config(tiny_model, options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_the_user_sees_one_line_of_two_ranks(tiny_model, tmp_path, other_weights, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    (line,) = refused_start(tiny_model, tmp_path, other_weights, tensor_parallel_size=2)
+    assert line.startswith("oscarkv: this artifact was calibrated for the weights of")
 
 
 def test_description(tiny_model):

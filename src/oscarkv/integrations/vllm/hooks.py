@@ -17,12 +17,16 @@ from oscarkv.integrations.vllm.settings import settings_of
 def install() -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.utils
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.executor.multiproc_executor import WorkerProc
 
     from oscarkv.integrations.vllm.check import check_config, step_aside
 
     _around_arguments(step_aside, check_config)
     _wrap(vllm.v1.engine.core, "get_kv_cache_configs", _checked_memory)
     _wrap(vllm.v1.engine.utils, "wait_for_engine_startup", _with_reason)
+    _wrap(BaseModelLoader, "load_model", _checked_weights)
+    WorkerProc.wait_for_ready = staticmethod(_around(WorkerProc.wait_for_ready, _without_trace))
     refusal.print_refusals_as_lines()
 
 
@@ -39,16 +43,19 @@ def install_version_refusal(error: OscarError) -> None:
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace `owner.name` by a call of around(plain, ...)."""
-    plain = getattr(owner, name)
+    setattr(owner, name, _around(getattr(owner, name), around))
+
+
+def _around(plain: Any, around: Callable[..., Any]) -> Any:
     if getattr(plain, "_oscarkv", False):
-        return
+        return plain
 
     @functools.wraps(plain)
     def wrapped(*arguments: Any, **options: Any) -> Any:
         return around(plain, *arguments, **options)
 
     wrapped._oscarkv = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    return wrapped
 
 
 def _around_arguments(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
@@ -99,3 +106,29 @@ def _with_reason(plain: Any, *arguments: Any, **options: Any) -> Any:
         if reason is None:
             raise
         raise reason from None
+
+
+def _checked_weights(
+    plain: Any, loader: Any, vllm_config: Any, model_config: Any, *rest: Any, **options: Any
+) -> Any:
+    """In every worker, once its weights are there. Drafts are models of their own."""
+    from oscarkv.integrations.vllm.weights import check_weights
+
+    model = plain(loader, vllm_config, model_config, *rest, **options)
+    settings = settings_of(vllm_config)
+    if settings is not None and model_config is vllm_config.model_config:
+        try:
+            check_weights(settings.loaded, model, vllm_config)
+        except OscarError as error:
+            refusal.refuse(error)
+    return model
+
+
+def _without_trace(plain: Any, *arguments: Any, **options: Any) -> Any:
+    """In the engine's process, when a worker fails: if it refused, all has been said."""
+    try:
+        return plain(*arguments, **options)
+    except Exception:
+        if refusal.heard() is None:
+            raise
+        raise SystemExit(1) from None

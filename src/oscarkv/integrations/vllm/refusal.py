@@ -44,7 +44,7 @@ def refuse(error: OscarError) -> NoReturn:
 def heard() -> OscarError | None:
     """What another process refused."""
     owner, path = _listener()
-    text = path.read_text() if owner == os.getpid() and path.exists() else ""
+    text = path.read_text() if owner and path.exists() else ""
     return OscarError(text) if text else None
 
 
