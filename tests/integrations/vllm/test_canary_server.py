@@ -135,6 +135,8 @@ def test_a_failure_ends_the_canary_and_nothing_else(watching, monkeypatch):
     engine = FakeEngine({"error": "OutOfMemoryError: 2 GiB"})
     assert run(engine, watching(engine), request(100, 1), request(100, 1)) == [101]
     assert said == ["oscarkv canary: stops, since rescoring failed: OutOfMemoryError: 2 GiB"]
+    watching(engine).finished(SimpleNamespace())  # a request unlike those we know
+    assert "no attribute 'prompt_token_ids'" in said[1]
 
 
 @pytest.mark.slow

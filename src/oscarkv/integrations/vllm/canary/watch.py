@@ -42,9 +42,12 @@ class Watch:
             return
         if self._chooser.random() >= self.options.share:
             return
-        tokens = tokens_of(request)[: self._most]
-        if len(tokens) > self._windows:  # a shorter one read nothing packed
-            self._task = asyncio.get_running_loop().create_task(self._rescore(tokens))
+        try:
+            tokens = tokens_of(request)[: self._most]
+            if len(tokens) > self._windows:  # a shorter one read nothing packed
+                self._task = asyncio.get_running_loop().create_task(self._rescore(tokens))
+        except Exception as error:
+            self._stop(error)
 
     async def _rescore(self, tokens: list[int]) -> None:
         try:
@@ -57,11 +60,15 @@ class Watch:
                 if "error" in rank:
                     raise RuntimeError(rank["error"])
             self._report.add(Score.of_ranks(ranks))
-        except Exception as error:  # must not touch what is served
-            self._failed = True
-            logger.warning("oscarkv canary: stops, since rescoring failed: %s", error)
+        except Exception as error:
+            self._stop(error)
         finally:
             self._last = time.monotonic()
+
+    def _stop(self, error: Exception) -> None:
+        """Whatever goes wrong here must not touch what is served."""
+        self._failed = True
+        logger.warning("oscarkv canary: stops, since rescoring failed: %s", error)
 
     async def _wait(self) -> None:
         """Until `interval` after the last one; then for an idle moment, but no longer than that
