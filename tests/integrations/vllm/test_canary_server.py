@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ class FakeEngine:
     def __init__(self, answer=SCORES):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(served_model_name="fake"),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=150),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=250),
         )
         self.output_processor = self
         self.answer, self.asked, self.busy, self.asleep = answer, [], False, False
@@ -77,22 +78,22 @@ def run(engine, watch, *requests):
 
 def test_prompt_and_answer_up_to_a_steps_worth(watching):
     engine = FakeEngine()
-    assert run(engine, watching(engine), request(80, 20), request(100, 100)) == [100, 150]
-    assert engine.asked[0] == [7] * 80 + list(range(20))
+    assert run(engine, watching(engine), request(140, 20), request(200, 100)) == [160, 250]
+    assert engine.asked[0] == [7] * 140 + list(range(20))
 
 
 def test_what_is_not_rescored(watching):
     engine = FakeEngine()
     watch = watching(engine)
     others = (
-        request(70, 10),
-        request(0, 90, prompt_token_ids=None),
-        request(90, 0, detokenizer=None),
+        request(130, 13),
+        request(0, 190, prompt_token_ids=None),
+        request(190, 0, detokenizer=None),
     )
-    assert run(engine, watch, *others) == []  # fits its windows; embeddings; pooling
-    assert run(engine, watching(engine, share=0.0), request(100, 1)) == []
+    assert run(engine, watch, *others) == []  # too short; embeddings; pooling
+    assert run(engine, watching(engine, share=0.0), request(200, 1)) == []
     engine.asleep = True
-    assert run(engine, watch, request(100, 1)) == []
+    assert run(engine, watch, request(200, 1)) == []
 
 
 def test_one_at_a_time_and_not_too_often(watching):
@@ -100,16 +101,16 @@ def test_one_at_a_time_and_not_too_often(watching):
     watch = watching(engine, interval=0.2)
 
     async def main():
-        watch.finished(request(100, 1))
-        watch.finished(request(101, 1))  # let go
+        watch.finished(request(200, 1))
+        watch.finished(request(201, 1))  # let go
         await watch._task
         started = time.monotonic()
-        watch.finished(request(102, 1))
+        watch.finished(request(202, 1))
         await watch._task
         assert time.monotonic() - started > 0.15
 
     asyncio.run(main())
-    assert [len(tokens) for tokens in engine.asked] == [101, 103]
+    assert [len(tokens) for tokens in engine.asked] == [201, 203]
 
 
 def test_it_waits_for_an_idle_moment_but_not_forever(watching):
@@ -118,7 +119,7 @@ def test_it_waits_for_an_idle_moment_but_not_forever(watching):
     watch = watching(engine, interval=0.3)
 
     async def main():
-        watch.finished(request(100, 1))
+        watch.finished(request(200, 1))
         await asyncio.sleep(0.1)
         assert not engine.asked
         await asyncio.wait_for(watch._task, 2)
@@ -133,7 +134,7 @@ def test_a_failure_ends_the_canary_and_nothing_else(watching, monkeypatch):
     said = []
     monkeypatch.setattr(module.logger, "warning", lambda text, *a: said.append(text % a))
     engine = FakeEngine({"error": "OutOfMemoryError: 2 GiB"})
-    assert run(engine, watching(engine), request(100, 1), request(100, 1)) == [101]
+    assert run(engine, watching(engine), request(200, 1), request(200, 1)) == [201]
     assert said == ["oscarkv canary: stops, since rescoring failed: OutOfMemoryError: 2 GiB"]
     watching(engine).finished(SimpleNamespace())  # a request unlike those we know
     assert "no attribute 'prompt_token_ids'" in said[1]
@@ -150,7 +151,8 @@ def test_vllm_serve(tiny_model, tmp_path):
         assert "oscarkv:" not in plain.get("/metrics")
     canary = Server(tiny_model, tmp_path / "canary.log", {"canary": {"share": 1, "interval": 0}})
     with canary:
-        assert [canary.complete(prompt) for prompt in asked] == expected
+        with ThreadPoolExecutor(4) as clients:  # rescoring comes between steps of others
+            assert list(clients.map(canary.complete, asked * 4)) == expected * 4
         deadline = time.monotonic() + 60
         while canary.metric("requests_total") < 1 and time.monotonic() < deadline:
             time.sleep(0.5)

@@ -18,6 +18,8 @@ logger = init_logger("vllm.oscarkv")
 
 #: Seconds between two looks whether the engine is idle.
 POLL = 0.1
+#: Positions beyond the windows that a request must have: fewer say little.
+LEAST = 64
 
 
 class Watch:
@@ -44,7 +46,7 @@ class Watch:
             return
         try:
             tokens = tokens_of(request)[: self._most]
-            if len(tokens) > self._windows:  # a shorter one read nothing packed
+            if len(tokens) >= self._windows + LEAST:
                 self._task = asyncio.get_running_loop().create_task(self._rescore(tokens))
         except Exception as error:
             self._stop(error)
