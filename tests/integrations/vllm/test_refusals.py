@@ -228,6 +228,14 @@ def test_the_user_sees_one_line_of_two_ranks(tiny_model, tmp_path, other_weights
     assert line.startswith("oscarkv: this artifact was calibrated for the weights of")
 
 
+def test_the_backend_without_its_options(tiny_model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    knobs = {"dtype": "float32", "skip_tokenizer_init": True, "attention_backend": "CUSTOM"}
+    with pytest.raises(OscarError, match="CUSTOM is oscarkv's, which needs an artifact"):
+        EngineArgs(model=str(tiny_model.path), **knobs).create_engine_config()
+
+
 def test_description(tiny_model):
     from oscarkv.integrations.vllm.check import describe
     from oscarkv.integrations.vllm.settings import settings_of

@@ -16,7 +16,13 @@ from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm.canary import attach
 from oscarkv.integrations.vllm.capacity import Capacity, blocks_for
 from oscarkv.integrations.vllm.layers import check_model
-from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of, switched_off
+from oscarkv.integrations.vllm.settings import (
+    NEEDS_ARTIFACT,
+    Settings,
+    page_layout,
+    settings_of,
+    switched_off,
+)
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowSpec
 
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
@@ -29,6 +35,7 @@ def check_config(config: Any) -> None:
     """Refuse what cannot work, in one line; say what the cache will cost. `config`: VllmConfig."""
     settings = settings_of(config)
     if settings is None:
+        _refuse_bare_backend(config)
         return
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     check_model(settings.loaded, model)
@@ -66,6 +73,15 @@ def check_config(config: Any) -> None:
             raise OscarError(f"oscarkv cannot be used with {what}")
     attach.prepare(config, settings)
     logger.info("oscarkv: %s", describe(config, settings))
+
+
+def _refuse_bare_backend(config: Any) -> None:
+    """Our attention without options would fail in every worker."""
+    from oscarkv.integrations.vllm.backend import OscarBackend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if config.attention_config.backend is custom and custom.get_class() is OscarBackend:
+        raise OscarError(NEEDS_ARTIFACT)
 
 
 def describe(config: Any, settings: Settings) -> str:

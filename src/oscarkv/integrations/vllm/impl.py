@@ -15,7 +15,7 @@ from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.kept import hand_over, why_kept
 from oscarkv.integrations.vllm.metadata import HistoryMetadata
-from oscarkv.integrations.vllm.settings import page_layout, settings_of
+from oscarkv.integrations.vllm.settings import NEEDS_ARTIFACT, page_layout, settings_of
 from oscarkv.integrations.vllm.step import steps_of
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowLayer
 from oscarkv.kernels import LayerCache, Transforms
@@ -57,10 +57,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         self.config = get_current_vllm_config()
         settings = settings_of(self.config)
         if settings is None:
-            raise OscarError(
-                "--attention-backend CUSTOM is oscarkv's, which needs an artifact: "
-                '--additional-config \'{"oscarkv": {"artifact": FILE}}\''
-            )
+            raise OscarError(NEEDS_ARTIFACT)
         self.settings = settings
         layers.check_model(settings.loaded, self.config.model_config)
         layers.activate(settings)

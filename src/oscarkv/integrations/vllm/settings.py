@@ -20,6 +20,10 @@ MAX_PAGE = 256
 #: Known by name only: asking whether one can run here would start CUDA in vLLM's first process.
 BACKENDS = ("cuda", "triton", "torch")
 EXAMPLE = '{"oscarkv": {"artifact": FILE}}'
+NEEDS_ARTIFACT = (
+    "--attention-backend CUSTOM is oscarkv's, which needs an artifact: "
+    f"--additional-config '{EXAMPLE}'"
+)
 
 
 @dataclass(frozen=True)
