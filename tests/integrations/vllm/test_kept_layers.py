@@ -97,3 +97,14 @@ def test_nothing_left_to_pack(tiny_model):
     for skip, message in (([0, 1], "no layer is left to pack"), ([7], r"skip \[7\]")):
         with pytest.raises(OscarError, match=message), tiny_model.engine({"skip": skip}):
             pass
+
+
+def test_a_packed_cache_is_no_other_layers():
+    """Layers that share a cache: stock attention must not read packed pages."""
+    from oscarkv.integrations.vllm.kept import require_readable
+
+    packed = {"model.layers.1.attn": None, "model.layers.1.attn.oscarkv_windows": None}
+    require_readable(None, packed)
+    require_readable("model.layers.0.attn", packed)
+    with pytest.raises(OscarError, match=r'"skip": \[1\]'):
+        require_readable("model.layers.1.attn", packed)

@@ -126,7 +126,7 @@ def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -
         elif index not in settings.loaded.layers:
             reason = "no transforms"
         else:
-            reason = f"{type(spec).__name__}, which oscarkv does not pack"
+            reason = "attention of another kind"
         kept.setdefault(reason, []).append(index)
     parts = [f"{', '.join(map(str, sorted(found)))} ({why})" for why, found in kept.items()]
     line = f"layers {'; '.join(parts)} keep vLLM's own cache" if kept else None

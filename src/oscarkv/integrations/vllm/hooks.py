@@ -111,16 +111,16 @@ def _with_reason(plain: Any, *arguments: Any, **options: Any) -> Any:
 def _checked_weights(
     plain: Any, loader: Any, vllm_config: Any, model_config: Any, *rest: Any, **options: Any
 ) -> Any:
-    """In every worker, once its weights are there. Drafts are models of their own."""
+    """In every worker, as it loads the model. Drafts are models of their own."""
     from oscarkv.integrations.vllm.weights import check_weights
 
-    model = plain(loader, vllm_config, model_config, *rest, **options)
     settings = settings_of(vllm_config)
-    if settings is not None and model_config is vllm_config.model_config:
-        try:
+    try:
+        model = plain(loader, vllm_config, model_config, *rest, **options)
+        if settings is not None and model_config is vllm_config.model_config:
             check_weights(settings.loaded, model, vllm_config)
-        except OscarError as error:
-            refusal.refuse(error)
+    except OscarError as error:
+        refusal.refuse(error)
     return model
 
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm import layers
-from oscarkv.integrations.vllm.kept import hand_over, why_kept
+from oscarkv.integrations.vllm.kept import hand_over, keeps_own_cache
 from oscarkv.integrations.vllm.metadata import HistoryMetadata
 from oscarkv.integrations.vllm.settings import NEEDS_ARTIFACT, page_layout, settings_of
 from oscarkv.integrations.vllm.step import steps_of
@@ -78,7 +78,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
             raise OscarError(f"an attention layer is known to vLLM under {len(names)} names")
         layer, recipe = known[names[0]], self.settings.recipe
         artifact, index = self.settings.loaded, extract_layer_index(names[0])
-        if why_kept(layer, index, self._arguments, self.settings) is not None:
+        if keeps_own_cache(layer, index, self._arguments, self.settings):
             hand_over(layer, self._arguments, self.config, act_dtype)
             return
         layer.attn_backend = OscarBackend

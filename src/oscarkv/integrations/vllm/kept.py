@@ -10,38 +10,48 @@ import dataclasses
 from typing import Any
 
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
 
 from oscarkv.codec.layout import PAGE_QUANTUM
-from oscarkv.errors import OscarError
+from oscarkv.errors import OscarError, UnsupportedModelError
 from oscarkv.integrations.vllm.settings import Settings
+from oscarkv.integrations.vllm.windows import SUFFIX
 
 
-def why_kept(layer: Any, index: int, arguments: dict[str, Any], settings: Settings) -> str | None:
-    """Why an attention layer is not packed; `arguments` are those its implementation was made
-    with."""
-    if index in settings.skip:
-        return "skipped by request"
-    model = settings.loaded.model
-    reasons = {
-        "sliding window": arguments["sliding_window"] is not None,
-        "ALiBi": arguments["alibi_slopes"] is not None,
-        f"{arguments['attn_type']} attention": arguments["attn_type"] != AttentionType.DECODER,
-        "cache of another layer": arguments["kv_sharing_target_layer_name"] is not None,
-        f"head_dim {layer.head_size}": {layer.head_size, layer.head_size_v} != {model.head_dim},
-        **{name: value is not None for name, value in arguments["others"].items()},
-        "no transforms": index not in settings.loaded.layers,
-    }
-    return next((reason for reason, present in reasons.items() if present), None)
+def keeps_own_cache(layer: Any, index: int, arguments: dict[str, Any], settings: Settings) -> bool:
+    """Whether an attention layer is not to be packed; `arguments` are those its implementation
+    was made with."""
+    return (
+        index in settings.skip
+        or index not in settings.loaded.layers
+        or arguments["sliding_window"] is not None
+        or arguments["alibi_slopes"] is not None
+        or arguments["attn_type"] != AttentionType.DECODER
+        or arguments["kv_sharing_target_layer_name"] is not None
+        or {layer.head_size, layer.head_size_v} != {settings.loaded.model.head_dim}
+        or any(value is not None for value in arguments["others"].values())  # such as sinks
+    )
+
+
+def require_readable(target: str | None, known: dict[str, Any]) -> None:
+    """Refuse stock attention over the cache of a layer that is packed."""
+    if target is not None and target + SUFFIX in known:
+        raise UnsupportedModelError(
+            f"oscarkv cannot be used with this model: a layer reads the cache of {target}, which "
+            f'is packed; keep that one with "skip": [{extract_layer_index(target)}]'
+        )
 
 
 def hand_over(layer: Any, arguments: dict[str, Any], config: Any, act_dtype: Any) -> None:
     """Give a layer vLLM's own attention, in blocks of as many bytes as ours."""
     arguments = dict(arguments)
     others = arguments.pop("others")
+    known = config.compilation_config.static_forward_context
+    require_readable(arguments["kv_sharing_target_layer_name"], known)
     stock = stock_backend(layer, config)
     layer.attn_backend = stock
     layer.backend = AttentionBackendEnum[stock.get_name()]
