@@ -82,8 +82,11 @@ def test_layers_without_transforms(run: Run, tmp_path: Path, tiny: Path, artifac
     loaded = oscarkv.load_artifact(artifact)
     del loaded.layers[1]
     oscarkv.save_artifact(loaded, tmp_path / "part")
-    answer = found(run, tiny, "--artifact", tmp_path / "part", code=1)
-    assert "no transforms for layer 1" in problems(answer)[0]
+    answer = found(run, tiny, "--artifact", tmp_path / "part", "--memory", 1)
+    said = {finding["what"]: finding["text"] for finding in answer["findings"]}
+    assert said["layers"].startswith("1 of 2 are packed; layer 1 (no transforms)")
+    assert "not foretold" in said["capacity"]
+    assert "tokens" not in answer
 
 
 def test_too_little_memory_for_one_request(run: Run, tiny: Path, artifact: Path) -> None:

@@ -32,16 +32,17 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 class TinyModel:
     """A model directory and an artifact file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, architecture: str = "llama", **shape: Any) -> None:
         import tiny
 
         self.path, self.artifact = folder / "model", folder / "model.oscarkv"
         model = tiny.model(
-            "llama",
+            architecture,
             head_dim=64,
             hidden_size=128,
             intermediate_size=192,
             max_position_embeddings=4096,
+            **shape,
         )
         model.generation_config = transformers.GenerationConfig()
         model.save_pretrained(self.path)

@@ -131,7 +131,7 @@ def test_a_batch_with_a_prompt_decodes_one_token_at_a_time():
     from oscarkv.integrations.vllm.metadata import HistoryBuilder
 
     builder = HistoryBuilder.__new__(HistoryBuilder)
-    builder.reorder_batch_threshold = 1
+    builder.reorder_batch_threshold, builder.layer_names = 1, ["layer"]
     starts = torch.tensor([0, 1, 2, 302], dtype=torch.int32)
     common = SimpleNamespace(
         num_reqs=3,

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+import bisect
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
-from oscarkv.integrations.vllm.capacity import Capacity
+from oscarkv.integrations.vllm.canary import attach
+from oscarkv.integrations.vllm.capacity import Capacity, blocks_for
 from oscarkv.integrations.vllm.layers import check_model
-from oscarkv.integrations.vllm.settings import Settings, page_layout, settings_of, switched_off
+from oscarkv.integrations.vllm.settings import (
+    NEEDS_ARTIFACT,
+    Settings,
+    page_layout,
+    settings_of,
+    switched_off,
+)
+from oscarkv.integrations.vllm.windows import SUFFIX, WindowSpec
 
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
 
@@ -24,15 +35,19 @@ def check_config(config: Any) -> None:
     """Refuse what cannot work, in one line; say what the cache will cost. `config`: VllmConfig."""
     settings = settings_of(config)
     if settings is None:
+        _refuse_bare_backend(config)
         return
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     check_model(settings.loaded, model)
-    missing = sorted(set(range(settings.loaded.model.layers)) - set(settings.loaded.layers))
+    outside = [layer for layer in settings.skip if layer >= settings.loaded.model.layers]
+    packed = set(settings.loaded.layers) - set(settings.skip)
     page = page_layout(settings.recipe, model.get_head_size(), model.dtype).page_size
     connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
     chosen = config.attention_config.backend
     refused = {
-        f"layers {missing} have no transforms in {settings.artifact}": bool(missing),
+        f"skip {outside}: the model has no such layers": bool(outside),
+        f"{settings.artifact}: no layer is left to pack": not packed,
+        "MLA: its cache is one latent a token, not keys and values": model.use_mla,
         f"--kv-cache-dtype {cache.cache_dtype}: the cache is oscarkv's": cache.cache_dtype
         != "auto",
         f"--block-size {cache.block_size}: pages hold {page} tokens; leave it out": bool(
@@ -56,7 +71,17 @@ def check_config(config: Any) -> None:
     for what, present in refused.items():
         if present:
             raise OscarError(f"oscarkv cannot be used with {what}")
+    attach.prepare(config, settings)
     logger.info("oscarkv: %s", describe(config, settings))
+
+
+def _refuse_bare_backend(config: Any) -> None:
+    """Our attention without options would fail in every worker."""
+    from oscarkv.integrations.vllm.backend import OscarBackend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if config.attention_config.backend is custom and custom.get_class() is OscarBackend:
+        raise OscarError(NEEDS_ARTIFACT)
 
 
 def describe(config: Any, settings: Settings) -> str:
@@ -84,20 +109,60 @@ def step_aside(arguments: Any) -> None:
     logger.info("oscarkv: switched off; the cache is vLLM's own")
 
 
-def install() -> None:
-    """Have vLLM's own argument handling end with the check: it has no hook for that."""
-    from vllm.engine.arg_utils import EngineArgs
+def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -> str | None:
+    """Which layers keep vLLM's own cache, as a line for the log; refuses a model of no others.
 
-    plain = EngineArgs.create_engine_config
-    if getattr(plain, "_oscarkv", False):
+    `specs`: layer name -> KVCacheSpec as the workers made them; `groups`: those vLLM put them in.
+    """
+    kept: dict[str, list[int]] = {}
+    for name, spec in specs.items():
+        if name.endswith(SUFFIX) or name + SUFFIX in specs:
+            continue
+        index = extract_layer_index(name)
+        if index in settings.skip:
+            reason = "skipped"
+        elif isinstance(spec, SlidingWindowSpec):
+            reason = "sliding window"
+        elif index not in settings.loaded.layers:
+            reason = "no transforms"
+        else:
+            reason = "attention of another kind"
+        kept.setdefault(reason, []).append(index)
+    parts = [f"{', '.join(map(str, sorted(found)))} ({why})" for why, found in kept.items()]
+    line = f"layers {'; '.join(parts)} keep vLLM's own cache" if kept else None
+    windows = [
+        group.kv_cache_spec for group in groups if isinstance(group.kv_cache_spec, WindowSpec)
+    ]
+    if not windows:
+        raise OscarError(f"oscarkv has nothing to pack: {line}")
+    if any(spec.block_size != PAGE_QUANTUM for spec in windows):
+        raise OscarError(f"oscarkv cannot be used with this model: blocks are larger where {line}")
+    return line
+
+
+def check_memory(config: Any, cache: Any) -> None:
+    """Refuse a pool in which a prompt of the longest length would wait forever: while it is read it
+    holds more window blocks than vLLM charges it for (see `WindowBlocks`). `cache`: KVCacheConfig.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+
+    def needed(length: int) -> int:
+        return sum(most_blocks(spec, length, config.max_in_flight_tokens) for spec in specs)
+
+    length, usable = config.model_config.max_model_len, cache.num_blocks - 1  # one is never used
+    if needed(length) <= usable:
         return
+    fits = bisect.bisect_right(range(1, length + 1), usable, key=needed)
+    instead = f"--max-model-len {fits}" if fits else "a model of which one token fits"
+    raise OscarError(
+        f"too little memory for one sequence of {length:,} tokens: it takes {needed(length)} "
+        f"blocks while its prompt is read, and the cache has {usable}; give more memory "
+        f"(--gpu-memory-utilization), or {instead}"
+    )
 
-    @functools.wraps(plain)
-    def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
-        step_aside(self)
-        config = plain(self, *arguments, **options)
-        check_config(config)
-        return config
 
-    create_engine_config._oscarkv = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
+def most_blocks(spec: Any, length: int, in_flight: int) -> int:
+    """What one request of a group takes at most."""
+    if hasattr(spec, "max_admission_blocks_per_request"):  # windows
+        return int(spec.max_admission_blocks_per_request(in_flight, length))
+    return blocks_for(length, spec.block_size)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.integrations.vllm.settings import settings_of
 
 
@@ -19,3 +24,11 @@ class SwitchBackend(CPUAttentionBackend):  # type: ignore[misc]
         from oscarkv.integrations.vllm.impl import OscarImpl
 
         return OscarImpl
+
+
+class KeptBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """Stock attention in blocks of 16 tokens, which its code for odd blocks reads as well."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
+        return [MultipleOf(PAGE_QUANTUM)]

@@ -83,7 +83,7 @@ def examine(
     geometry = geometry_of(config, model)
     _engine(fit)
     _identity(fit, settings, geometry)
-    _layers(fit, settings, geometry)
+    packed = _layers(fit, settings, geometry)
     heads = _heads(fit, geometry, tensor_parallel_size)
     if not fit.good:
         return fit
@@ -91,7 +91,7 @@ def examine(
     if not length:
         raise OscarError(f"{model} does not say how long its context is; give --max-model-len")
     capacity = Capacity(
-        geometry.identity.layers,
+        packed,
         heads,
         geometry.identity.head_dim,
         cache_dtype(config, dtype),
@@ -99,7 +99,10 @@ def examine(
         length,
     )
     _windows(fit, capacity)
-    if memory is not None:
+    if packed < geometry.identity.layers:
+        text = "not foretold: vLLM shares memory out among kinds of layers when it starts"
+        fit.say("capacity", text, WARNING)
+    elif memory is not None:
         _memory(fit, capacity, memory)
     _cost(fit, settings, capacity)
     return fit
@@ -183,16 +186,24 @@ def _identity(fit: Fit, settings: Settings, geometry: ModelGeometry) -> None:
         fit.say("artifact", f"recipe {recipe.name!r} packs nothing", PROBLEM)
 
 
-def _layers(fit: Fit, settings: Settings, geometry: ModelGeometry) -> None:
-    kinds = {i: kind for i, kind in enumerate(geometry.layer_types) if kind != FULL}
-    if kinds:
-        named = ", ".join(sorted(set(kinds.values())))
-        fit.say("layers", f"{named} in {_numbers(kinds)}, which is refused so far", PROBLEM)
-    missing = set(range(geometry.identity.layers)) - set(settings.loaded.layers) - set(kinds)
-    if missing:
-        fit.say("layers", f"no transforms for {_numbers(missing)}, which is refused", PROBLEM)
-    if not kinds and not missing:
-        fit.say("layers", f"all {geometry.identity.layers} are packed, none keeps vLLM's cache")
+def _layers(fit: Fit, settings: Settings, geometry: ModelGeometry) -> int:
+    """How many layers are packed; the others keep vLLM's own cache."""
+    total = geometry.identity.layers
+    reasons = {i: kind for i, kind in enumerate(geometry.layer_types) if kind != FULL}
+    for index in set(range(total)) - set(settings.loaded.layers):
+        reasons.setdefault(index, "no transforms")
+    reasons |= dict.fromkeys(settings.skip, "skipped")
+    packed = total - len(reasons)
+    if not reasons:
+        fit.say("layers", f"all {total} are packed, none keeps vLLM's cache")
+        return packed
+    parts = [
+        f"{_numbers(i for i, why in reasons.items() if why == reason)} ({reason})"
+        for reason in sorted(set(reasons.values()))
+    ]
+    text = f"{packed} of {total} are packed; {'; '.join(parts)}: vLLM's own cache"
+    fit.say("layers", text, WARNING if packed else PROBLEM)
+    return packed
 
 
 def _numbers(layers: Any) -> str:

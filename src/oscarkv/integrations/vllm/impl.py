@@ -11,11 +11,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from oscarkv.errors import OscarError, UnsupportedModelError
+from oscarkv.errors import OscarError
 from oscarkv.integrations.vllm import layers
+from oscarkv.integrations.vllm.kept import hand_over, keeps_own_cache
 from oscarkv.integrations.vllm.metadata import HistoryMetadata
-from oscarkv.integrations.vllm.settings import page_layout, settings_of
-from oscarkv.integrations.vllm.step import Step, step_of
+from oscarkv.integrations.vllm.settings import NEEDS_ARTIFACT, page_layout, settings_of
+from oscarkv.integrations.vllm.step import steps_of
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowLayer
 from oscarkv.kernels import LayerCache, Transforms
 
@@ -37,27 +38,26 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         **others: Any,
     ) -> None:
+        self._arguments = {
+            "num_heads": num_heads,
+            "head_size": head_size,
+            "scale": scale,
+            "num_kv_heads": num_kv_heads,
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "kv_cache_dtype": kv_cache_dtype,
+            "logits_soft_cap": logits_soft_cap,
+            "attn_type": attn_type,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            "others": others,
+        }
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.soft_cap = kv_cache_dtype, logits_soft_cap or None
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "a cache shared between layers": kv_sharing_target_layer_name is not None,
-            f"--kv-cache-dtype {kv_cache_dtype}": kv_cache_dtype != "auto",
-            **{name: value is not None for name, value in others.items()},
-        }
-        for what, present in refused.items():
-            if present:
-                raise UnsupportedModelError(f"oscarkv cannot be used with {what} in vLLM yet")
         self.config = get_current_vllm_config()
         settings = settings_of(self.config)
         if settings is None:
-            raise OscarError(
-                "--attention-backend CUSTOM is oscarkv's, which needs an artifact: "
-                '--additional-config \'{"oscarkv": {"artifact": FILE}}\''
-            )
+            raise OscarError(NEEDS_ARTIFACT)
         self.settings = settings
         layers.check_model(settings.loaded, self.config.model_config)
         layers.activate(settings)
@@ -69,7 +69,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
     # -- loading -------------------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the companion that makes vLLM keep this layer's exact windows."""
+        """Add the companion that makes vLLM keep this layer's exact windows, or step aside."""
         from oscarkv.integrations.vllm.backend import OscarBackend
 
         known = self.config.compilation_config.static_forward_context
@@ -77,6 +77,10 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         if len(names) != 1:
             raise OscarError(f"an attention layer is known to vLLM under {len(names)} names")
         layer, recipe = known[names[0]], self.settings.recipe
+        artifact, index = self.settings.loaded, extract_layer_index(names[0])
+        if keeps_own_cache(layer, index, self._arguments, self.settings):
+            hand_over(layer, self._arguments, self.config, act_dtype)
+            return
         layer.attn_backend = OscarBackend
         dtype = layer.kv_cache_torch_dtype
         page = page_layout(recipe, self.head_size, dtype).page_size
@@ -85,9 +89,6 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
             self.num_kv_heads, self.head_size, dtype, recipe.sink, recipe.recent, page
         )
         # Here and not at the first step: vLLM measures what a model takes before it makes caches.
-        artifact, index = self.settings.loaded, extract_layer_index(names[0])
-        if index not in artifact.layers:
-            raise OscarError(f"layer {index} has no transforms in {self.settings.artifact}")
         heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
         device = self.config.device_config.device
         self._transforms = layers.rank_transforms(artifact.layers[index], heads, device)
@@ -95,20 +96,28 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
     def _layer(self, history: Tensor) -> LayerCache:
         """The cache that vLLM bound last. It makes a small one first, to capture graphs and see
         what they take; the windows' layer keeps what is ours of it, and lets go with it."""
-        windows, transforms = self._windows, self._transforms
+        windows = self._windows
         assert windows is not None
-        assert transforms is not None
         if windows.layer is None:
-            windows.layer = layers.bind(
-                transforms,
-                self._memo,
-                self.settings.recipe,
-                self.scale,
-                self.soft_cap,
-                history,
-                windows.kv_cache,
-            )
+            windows.layer = self.bind(history, windows.kv_cache)
         return windows.layer
+
+    def bind(self, history: Tensor, windows: Tensor) -> LayerCache:
+        """This layer over pages in vLLM's shape: those of its cache, or the canary's own."""
+        return layers.bind(
+            self.transforms,
+            self._memo,
+            self.settings.recipe,
+            self.scale,
+            self.soft_cap,
+            history,
+            windows,
+        )
+
+    @property
+    def transforms(self) -> Transforms:
+        assert self._transforms is not None, "made when the weights were loaded"
+        return self._transforms
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -127,7 +136,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         # Slots in block 0, vLLM's null block, stand for tokens whose window block was never taken;
         # to the kernels that is page 0, where nothing is written.
         windows = get_forward_context().slot_mapping[self._windows_name][:tokens]
-        step_of(self.config, self.settings, kv_cache.device).decoding.write(
+        steps_of(self.config, self.settings, kv_cache.device).writing.write(
             key[:tokens], value[:tokens], slot_mapping, windows, cache
         )
 
@@ -148,7 +157,8 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         if output_scale is not None or output_block_scale is not None:
             raise OscarError("oscarkv does not quantise attention's output")
         cache = self._layer(kv_cache)
-        step: Step = step_of(self.config, self.settings, kv_cache.device)
+        steps = steps_of(self.config, self.settings, kv_cache.device)
+        step = steps.of_group(attn_metadata.group)
         context = get_forward_context().attn_metadata
         step.plan(attn_metadata, context[self._windows_name].table, cache)
         out = output.view(-1, self.num_heads, self.head_size)

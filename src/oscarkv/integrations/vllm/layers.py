@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -48,6 +49,22 @@ def check_model(artifact: Artifact, config: Any) -> None:
                 f"this artifact was calibrated for {artifact.model.name} ({what} {mine}), but the "
                 f"model {config.model} has {what} {theirs}; calibrate that model: oscarkv calibrate"
             )
+    mine = json.loads(artifact.model.rope or "{}")  # empty: unknown
+    theirs = json.loads(json.dumps(getattr(text, "rope_parameters", None) or {}, default=str))
+    if not _agrees(mine, theirs):
+        raise ModelMismatchError(
+            f"this artifact was calibrated for {artifact.model.name} with RoPE {mine}, but the "
+            f"model {config.model} has {theirs}; calibrate that model: oscarkv calibrate"
+        )
+
+
+def _agrees(mine: Any, theirs: Any) -> bool:
+    """Whether everything said there is said here; vLLM adds parameters of its own."""
+    if isinstance(mine, dict):
+        return isinstance(theirs, dict) and all(
+            key in theirs and _agrees(value, theirs[key]) for key, value in mine.items()
+        )
+    return bool(mine == theirs)
 
 
 def rank_heads(total: int, mine: int) -> slice:

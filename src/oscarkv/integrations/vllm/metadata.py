@@ -35,6 +35,7 @@ class HistoryMetadata(AttentionMetadata):  # type: ignore[misc]
     query_start_loc: Tensor  # int32 [B + 1]
     seq_lens: Tensor  # int32 [B]
     table: Tensor  # int32 [B, pages]
+    group: str = ""  # names the layers that share the table: one of them
 
 
 @dataclass
@@ -77,6 +78,7 @@ class HistoryBuilder(AttentionMetadataBuilder[HistoryMetadata]):  # type: ignore
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
+            self.layer_names[0],
         )
 
 

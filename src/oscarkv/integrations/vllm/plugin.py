@@ -18,19 +18,27 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    check_version(engine_version())
+    _registered = True
+    from oscarkv.integrations.vllm import hooks
+
+    try:
+        check_version(engine_version())
+    except MissingDependencyError as error:
+        hooks.install_version_refusal(error)
+        return
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from oscarkv.integrations.vllm import check, windows
+    from oscarkv.integrations.vllm import windows
+    from oscarkv.integrations.vllm.canary import attach
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{_PACKAGE}.backend.OscarBackend")
     register_backend(windows.BACKEND_NAME, f"{_PACKAGE}.windows.WindowBackend")
     if current_platform.is_cpu():  # takes CPU_ATTN, whatever --attention-backend says
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_PACKAGE}.cpu.SwitchBackend")
     windows.register_spec()
-    check.install()
-    _registered = True
+    hooks.install()
+    attach.install()
 
 
 def engine_version() -> str:

