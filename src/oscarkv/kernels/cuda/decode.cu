@@ -9,15 +9,16 @@
 //
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule
-// cuts each line into equal parts, about as many in all as the GPU holds blocks, and blocks take
-// them in turn. A pair of one part is finished by its block; otherwise each part leaves its sums,
+// cuts each line into equal parts, about as many in all as the GPU holds blocks or, where lengths
+// differ, a few times as many, and blocks take them in turn. A pair of one part is finished by its block; otherwise each part leaves its sums,
 // and the last block to arrive adds them up in the order of the line. So the result does not depend
 // on who did what: two runs give the same bits.
 //
 // History tiles, in registers only (why: docs/how-it-works.md, kernels):
 // - Keys: codes are the A operand of byte products, four to a register by one AND (an IMAD brings
 //   the slot to the top of its byte). The transformed query is a 16-bit integer, its high and low
-//   bytes two neighbouring columns of B. A lane gets both sums of one row and adds them in float.
+//   bytes two neighbouring columns of B. A lane gets both sums of one row and adds them, the low one
+//   in units of 256; sums start at the bits of the float 1.5 2^23, so they are floats in the end.
 // - Values: codes are read as float16 SUBNORMALS, two to a register by one AND: c 4^j 2^-24, exact.
 //   Weights p s are float16, kept in range by the running reference m of each row.
 
