@@ -23,7 +23,7 @@ def test_same_greedy_tokens(tmp_path):
         [sys.executable, str(SCRIPT), *shape, "--json", str(out)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads(out.read_text())
