@@ -142,6 +142,30 @@ def test_another_question_about_a_document():
     assert found == [0, 11984, 11984]
 
 
+def test_a_shared_prefix_stays_while_a_request_uses_it():
+    """Others come and go until every free block has been used again: its pages and its windows
+    are held, by the one that found out and by those that came while it ran."""
+    (system,) = prompts(5000, seed=46)
+    owns = prompts(900, 800, 700, 600, 500, seed=47)
+    books = Bookkeeping(600, chunk=8192)
+
+    def churn(seed):
+        for other in prompts(*[3000] * 12, seed=seed):
+            assert books.read(books.request(other)) == 0
+
+    assert books.read(books.request(system + owns[0])) == 0
+    running = None
+    for number, own in enumerate(owns[1:]):
+        request = books.request(system + own)
+        assert books.admit(request) == (4928 if number else 0)
+        for _ in range(300):
+            assert books.step(request)
+        if running is not None:
+            books.free(running)
+        running = request
+        churn(seed=48 + number)
+
+
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("chunk", [16, 100, 300, 512, 1000, 2048, 8192])
 def test_no_request_takes_more_than_it_was_admitted_with(chunk, batches):
@@ -161,6 +185,7 @@ def test_no_request_takes_more_than_it_was_admitted_with(chunk, batches):
         books.read(books.request(prompt), chooser.choice([1, 150]))
         assert books.manager.block_pool.get_num_free_blocks() == pool - 1
     assert not books.windows._shared
+    assert not books.windows._joined
     assert not books.windows._last_turn
 
 

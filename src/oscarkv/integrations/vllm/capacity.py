@@ -39,7 +39,7 @@ class WindowBlocks:
 
     @property
     def shared(self) -> int:
-        """What a hit reads behind the sink: kept once more where a prompt leaves a prefix that
+        """What a hit reads behind the sink: held to the end where a prompt leaves a prefix that
         it shares with others."""
         return blocks_for(self.recent - 1)  # a hit ends with a block
 
@@ -57,11 +57,12 @@ class WindowBlocks:
     def admission(self, max_model_len: int, in_flight: int, batches: int) -> int:
         """What a request holds at most, while its prompt is read: the sink, the end of each
         chunk under way, and the end of the one before, which the first chunk's queries read.
-        For other requests also the end of a shared prefix and of the prompt before its last
-        turn. Never more than there is from the oldest token that is still read."""
+        Never more than there is from the oldest token that is still read. For other requests
+        also the end of the prompt before its last turn, and of two shared prefixes: one that was
+        found, and a longer one."""
         more = max(SLACK, self.page)
-        ends = (batches + 1) * self._tail(more) + self.shared + blocks_for(TURN)
-        held = min(ends, self._tail(more + in_flight))
+        ends = (batches + 1) * self._tail(more) + blocks_for(TURN)
+        held = min(ends, self._tail(more + in_flight)) + 2 * self.shared
         return min(self.sink_blocks + held, blocks_for(max_model_len))
 
 

@@ -7,8 +7,9 @@ are taken only for what is still recent at its end.
 
 With prefix caching, blocks are also taken for what other requests will read: before the end of
 a prefix that vLLM finds the request to share with an earlier one, and before every page boundary
-in the last TURN tokens of the prompt. They are let go of with the rest of the chunk, and lie in
-the prefix cache until their memory is needed.
+in the last TURN tokens of the prompt. What is let go of lies in the prefix cache until its memory
+is needed, which in a busy server is soon: those of a shared prefix are held, like its pages, for
+as long as a request runs that uses them.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, **arguments)
         self.spec = kv_cache_spec
         self._dropped: dict[str, int] = {}  # blocks before this one were looked at and let go
-        # Blocks taken for hits of other requests.
+        # Blocks for hits of other requests: taken at the end of a shared prefix, found there while
+        # another request held them, taken before the last turn. The first two stay to the end.
         self._shared: dict[str, range] = {}
+        self._joined: dict[str, range] = {}
         self._last_turn: dict[str, range] = {}
 
     def _is_real(self, request_id: str, first: int, last: int, end: int) -> list[bool]:
@@ -193,15 +196,37 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         last = min(self.spec.tail_start(processed_computed_tokens), len(blocks))
         if last <= first:
             return
-        freed = [block for block in blocks[first:last] if not block.is_null]
-        blocks[first:last] = [self._null_block] * (last - first)
+        shared = self._shared.get(request_id, ())
+        joined = self._joined.get(request_id, ())
+        freed = []
+        for index in range(first, last):
+            if not (blocks[index].is_null or index in shared or index in joined):
+                freed.append(blocks[index])
+                blocks[index] = self._null_block
         self._dropped[request_id] = last
         self.block_pool.free_blocks(reversed(freed))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        for known in (self._dropped, self._shared, self._last_turn):
+        for known in (self._dropped, self._shared, self._joined, self._last_turn):
             known.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        read = self.spec.before_hit(num_local_computed_tokens)
+        if read and all(new_computed_blocks[index].ref_cnt for index in read):
+            self._joined[request_id] = read
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
 
     def cache_blocks(self, request: Request, num_tokens: int, *rest: Any, **options: Any) -> None:
         if request.request_id not in self._shared:
