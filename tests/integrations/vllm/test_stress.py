@@ -55,4 +55,7 @@ def test_random_requests_leave_nothing_behind(tiny_model):
         windows = engine.manager.coordinator.single_type_managers[1]
         assert not windows.req_to_blocks
         assert not windows._dropped
+        assert not windows._shared
+        assert not windows._joined
+        assert not windows._last_turn
         del core, windows

@@ -16,6 +16,9 @@ from oscarkv.recipe import Recipe
 
 #: Tokens by which a step may be rolled back (rejected drafts) with its windows still there.
 SLACK = 16
+#: Tokens at the end of a prompt that another one may replace and still find all before them:
+#: one question after a document that the next question is about, too.
+TURN = 256
 
 
 def blocks_for(tokens: int, size: int = PAGE_QUANTUM) -> int:
@@ -34,6 +37,12 @@ class WindowBlocks:
     def sink_blocks(self) -> int:
         return blocks_for(self.sink)
 
+    @property
+    def shared(self) -> int:
+        """What a hit reads behind the sink: held to the end where a prompt leaves a prefix that
+        it shares with others."""
+        return blocks_for(self.recent - 1)  # a hit ends with a block
+
     def _tail(self, more: int) -> int:
         return blocks_for(self.recent + more) + 1  # a window begins anywhere in a block
 
@@ -47,9 +56,13 @@ class WindowBlocks:
 
     def admission(self, max_model_len: int, in_flight: int, batches: int) -> int:
         """What a request holds at most, while its prompt is read: the sink, the end of each
-        chunk under way, and the end of the one before, which the first chunk's queries read."""
+        chunk under way, and the end of the one before, which the first chunk's queries read.
+        Never more than there is from the oldest token that is still read. For other requests
+        also the end of the prompt before its last turn, and of two shared prefixes: one that was
+        found, and a longer one."""
         more = max(SLACK, self.page)
-        held = min((batches + 1) * self._tail(more), self._tail(more + in_flight))
+        ends = (batches + 1) * self._tail(more) + blocks_for(TURN)
+        held = min(ends, self._tail(more + in_flight)) + 2 * self.shared
         return min(self.sink_blocks + held, blocks_for(max_model_len))
 
 

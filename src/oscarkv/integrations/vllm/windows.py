@@ -4,6 +4,12 @@ Blocks of 16 tokens, indexed by position // 16. A request holds real blocks for 
 the tokens that queries from its end on read exactly; everything between is vLLM's null block 0.
 A chunk of a prompt needs no blocks for its own queries, which read the chunk's own keys: blocks
 are taken only for what is still recent at its end.
+
+With prefix caching, blocks are also taken for what other requests will read: before the end of
+a prefix that vLLM finds the request to share with an earlier one, and before every page boundary
+in the last TURN tokens of the prompt. What is let go of lies in the prefix cache until its memory
+is needed, which in a busy server is soon: those of a shared prefix are held, like its pages, for
+as long as a request runs that uses them.
 """
 
 from __future__ import annotations
@@ -22,9 +28,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
 
 from oscarkv.codec.layout import PAGE_QUANTUM
-from oscarkv.integrations.vllm.capacity import SLACK, WindowBlocks
+from oscarkv.integrations.vllm.capacity import SLACK, TURN, WindowBlocks
 from oscarkv.integrations.vllm.settings import window_page_bytes
 from oscarkv.kernels import LayerCache
 
@@ -50,15 +57,26 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
     def sink_blocks(self) -> int:
         return self.counts.sink_blocks
 
-    def tail_start(self, end: int, caching: bool = False) -> int:
-        """First block that must be real once `end` tokens are there.
-
-        With prefix caching, also what a hit at the last page boundary before the end reads."""
-        if caching:
-            end = max(0, end - 1) // self.hit_alignment * self.hit_alignment
-        else:
-            end -= SLACK
+    def read_from(self, end: int) -> int:
+        """First block, behind the sink, that a query after `end` tokens reads."""
         return max(0, end - self.sliding_window + 1) // self.block_size
+
+    def tail_start(self, end: int) -> int:
+        """First block that must be real once `end` tokens are there, drafts among them."""
+        return self.read_from(end - SLACK)
+
+    def hit_before(self, end: int) -> int:
+        """The last page boundary that a prompt of `end` tokens can hit: one token is left."""
+        return max(0, end - 1) // self.hit_alignment * self.hit_alignment
+
+    def before_hit(self, boundary: int) -> range:
+        """The blocks, behind the sink, that a hit of `boundary` tokens reads."""
+        return range(self.read_from(boundary), boundary // self.block_size)
+
+    def last_turn(self, prompt: int) -> range:
+        """The blocks that hits in the last TURN tokens of a prompt read."""
+        first = self.read_from(self.hit_before(prompt - TURN))
+        return range(first, self.hit_before(prompt) // self.block_size)
 
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
@@ -80,13 +98,22 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, **arguments)
         self.spec = kv_cache_spec
         self._dropped: dict[str, int] = {}  # blocks before this one were looked at and let go
+        # Blocks for hits of other requests: taken at the end of a shared prefix, found there while
+        # another request held them, taken before the last turn. The first two stay to the end.
+        self._shared: dict[str, range] = {}
+        self._joined: dict[str, range] = {}
+        self._last_turn: dict[str, range] = {}
 
-    def _is_real(self, first: int, last: int, end: int) -> list[bool]:
-        tail = self.spec.tail_start(end)
+    def _is_real(self, request_id: str, first: int, last: int, end: int) -> list[bool]:
+        sink, tail = self.spec.sink_blocks, self.spec.tail_start(end)
         if self.enable_caching:
-            tail = min(tail, self.spec.tail_start(end, caching=True))
-        sink = self.spec.sink_blocks
-        return [index < sink or index >= tail for index in range(first, last)]
+            tail = min(tail, self.spec.read_from(self.spec.hit_before(end)))
+        shared = self._shared.get(request_id, ())
+        last_turn = self._last_turn.get(request_id, ())
+        return [
+            index < sink or index >= tail or index in shared or index in last_turn
+            for index in range(first, last)
+        ]
 
     # -- allocation ----------------------------------------------------------------------------
 
@@ -109,12 +136,16 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
             have = sum(not block.is_null for block in (*held, *new_computed_blocks))
             wanted = needed if cap is None else min(needed, cap)
             return max(wanted - have, 0) + evictable
-        first, external = len(held) + len(new_computed_blocks), 0
+        first, real = len(held) + len(new_computed_blocks), []
         if total_computed_tokens > num_local_computed_tokens:  # a connector brings the others
             last = cdiv(total_computed_tokens, self.block_size)
-            external = sum(self._is_real(first, last, total_computed_tokens))
+            real += self._is_real(request_id, first, last, total_computed_tokens)
             first = max(first, last)
-        return external + sum(self._is_real(first, needed, num_tokens_main_model)) + evictable
+        real += self._is_real(request_id, first, needed, num_tokens_main_model)
+        new = sum(real)
+        if self.enable_caching and not held:  # `_keep_shared` may take these at once
+            new += min(self.spec.counts.shared, len(real) - new)
+        return new + evictable
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -136,14 +167,17 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
     def _extend(self, request_id: str, tokens: int, end: int, record: bool) -> list[KVCacheBlock]:
         """The new entries for `tokens` tokens, those real that matter once `end` are there."""
         blocks = self.req_to_blocks[request_id]
-        real = self._is_real(len(blocks), cdiv(tokens, self.block_size), end)
-        fresh = self.block_pool.get_new_blocks(sum(real))
-        if self._record_new_block_ids and record:
-            self.new_block_ids.extend(block.block_id for block in fresh)
-        source = iter(fresh)
+        real = self._is_real(request_id, len(blocks), cdiv(tokens, self.block_size), end)
+        source = iter(self._take(sum(real), record))
         added = [next(source) if is_real else self._null_block for is_real in real]
         blocks.extend(added)
         return added
+
+    def _take(self, count: int, record: bool = True) -> list[KVCacheBlock]:
+        fresh: list[KVCacheBlock] = self.block_pool.get_new_blocks(count)
+        if self._record_new_block_ids and record:
+            self.new_block_ids.extend(block.block_id for block in fresh)
+        return fresh
 
     def remove_skipped_blocks(
         self,
@@ -152,7 +186,9 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Let go of what no query from here on reads. Null blocks lie between real ones, so every
-        block is looked at, once."""
+        block is looked at, once. vLLM calls this before it allocates."""
+        if self.enable_caching and num_prompt_tokens is not None:
+            self._last_turn[request_id] = self.spec.last_turn(num_prompt_tokens)
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
@@ -160,14 +196,55 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         last = min(self.spec.tail_start(processed_computed_tokens), len(blocks))
         if last <= first:
             return
-        freed = [block for block in blocks[first:last] if not block.is_null]
-        blocks[first:last] = [self._null_block] * (last - first)
+        shared = self._shared.get(request_id, ())
+        joined = self._joined.get(request_id, ())
+        freed = []
+        for index in range(first, last):
+            if not (blocks[index].is_null or index in shared or index in joined):
+                freed.append(blocks[index])
+                blocks[index] = self._null_block
         self._dropped[request_id] = last
         self.block_pool.free_blocks(reversed(freed))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self._dropped.pop(request_id, None)
+        for known in (self._dropped, self._shared, self._joined, self._last_turn):
+            known.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        read = self.spec.before_hit(num_local_computed_tokens)
+        if read and all(new_computed_blocks[index].ref_cnt for index in read):
+            self._joined[request_id] = read
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+
+    def cache_blocks(self, request: Request, num_tokens: int, *rest: Any, **options: Any) -> None:
+        if request.request_id not in self._shared:
+            self._keep_shared(request)
+        super().cache_blocks(request, num_tokens, *rest, **options)
+
+    def _keep_shared(self, request: Request) -> None:
+        """Blocks for the end of a prefix whose pages are cached and whose windows are not.
+
+        vLLM found it before the first allocation, but only here a manager sees the request. The
+        blocks were counted then, and the worker gets its first table later."""
+        shared = self.spec.before_hit(request.shared_prefix_boundary)
+        self._shared[request.request_id] = shared
+        blocks = self.req_to_blocks[request.request_id]
+        found = self.num_cached_block.get(request.request_id, 0)  # those of a hit: not computed
+        missing = [i for i in shared if found <= i < len(blocks) and blocks[i].is_null]
+        for index, block in zip(missing, self._take(len(missing)), strict=True):
+            blocks[index] = block
 
     # -- prefix hits ---------------------------------------------------------------------------
 
@@ -209,7 +286,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
             max_length // alignment_tokens * alignment_tokens, 0, -alignment_tokens
         ):
             blocks = length // size
-            tail = max(0, length - kv_cache_spec.sliding_window + 1) // size
+            tail = kv_cache_spec.read_from(length)
             sink = min(kv_cache_spec.sink_blocks, blocks)
             needed = [*range(max(tail, sink), blocks), *range(sink)]
             if all(cached(index) is not None for index in reversed(needed)):
