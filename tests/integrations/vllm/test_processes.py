@@ -5,8 +5,6 @@ vLLM cannot start a second engine in a process that has looked for drafts by n-g
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 pytest.importorskip("vllm.config")
 
 from engines import prompts
+from servers import run_script
 
 SCRIPT = """
 import json, sys
@@ -34,16 +33,8 @@ if __name__ == "__main__":
 
 
 def check(tiny_model, folder: Path, asked, knobs, environment) -> None:
-    script = folder / "engine.py"
-    script.write_text(SCRIPT)
-    arguments = json.dumps([str(tiny_model.path), str(tiny_model.artifact), asked, knobs])
-    done = subprocess.run(
-        [sys.executable, str(script), arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    arguments = [str(tiny_model.path), str(tiny_model.artifact), asked, knobs]
+    done = run_script(folder, SCRIPT, arguments, environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert len(lines) == 2, done.stderr[-3000:]
     expected = tiny_model.oracle(asked)
