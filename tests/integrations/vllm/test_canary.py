@@ -9,7 +9,7 @@ pytest.importorskip("vllm.config")
 import tiny
 import torch
 from engines import prompts
-from test_refusals import config
+from test_vllm_refusals import config
 
 import oscarkv
 from oscarkv.errors import OscarError
