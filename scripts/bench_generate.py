@@ -8,8 +8,9 @@ with transforms that need no calibration (Hadamard). Speed and bytes depend on n
 not prefilled: both caches are filled with the same random keys and values. Then both read the same
 tokens, one at a time, and the device is waited for after each, as generate() does. The stock cache
 is `DynamicCache`, which copies all it holds when a token is added; attention over it is SDPA, as
-PyTorch chooses it and with flash attention alone, since cuDNN prepares itself anew for every
-length. The faster of them counts, and the record has both.
+PyTorch chooses it and with flash attention alone: the first may take tens of milliseconds a token
+whatever the length, presumably cuDNN's preparation for each new one. The faster counts, and the
+record has both.
 """
 
 from __future__ import annotations
