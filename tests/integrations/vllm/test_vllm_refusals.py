@@ -17,7 +17,7 @@ from engines import prompts
 
 import oscarkv
 from oscarkv.errors import OscarError
-from oscarkv.integrations.vllm import settings
+from oscarkv.integrations.serving import settings
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_section_that_is_none(tiny_model):
 
 
 def test_backends_are_those_there_are():
-    from oscarkv.integrations.vllm.settings import BACKENDS
+    from oscarkv.integrations.serving.settings import BACKENDS
 
     assert list(BACKENDS) == [status.name for status in oscarkv.kernels.backend_statuses()]
 

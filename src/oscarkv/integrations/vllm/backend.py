@@ -15,8 +15,9 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.integrations.serving.settings import window_page_bytes
 from oscarkv.integrations.vllm import layers
-from oscarkv.integrations.vllm.settings import page_layout, window_page_bytes
+from oscarkv.integrations.vllm.settings import page_layout
 
 
 class OscarBackend(AttentionBackend):  # type: ignore[misc]

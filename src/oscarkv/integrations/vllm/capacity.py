@@ -11,48 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from oscarkv.codec.layout import PAGE_QUANTUM, PageLayout
-from oscarkv.integrations.vllm.settings import page_layout, window_page_bytes
+from oscarkv.integrations.serving.settings import window_page_bytes
+from oscarkv.integrations.serving.windows import SLACK, TURN, WindowRule, blocks_for
+from oscarkv.integrations.vllm.settings import page_layout
 from oscarkv.recipe import Recipe
-
-#: Tokens by which a step may be rolled back (rejected drafts) with its windows still there.
-SLACK = 16
-#: Tokens at the end of a prompt that another one may replace and still find all before them:
-#: one question after a document that the next question is about, too.
-TURN = 256
-
-
-def blocks_for(tokens: int, size: int = PAGE_QUANTUM) -> int:
-    return -(-tokens // size)
 
 
 @dataclass(frozen=True)
-class WindowBlocks:
-    """Blocks of exact tokens that one request takes."""
-
-    sink: int
-    recent: int
-    page: int  # tokens of a history page, where prefix hits end
-
-    @property
-    def sink_blocks(self) -> int:
-        return blocks_for(self.sink)
-
-    @property
-    def shared(self) -> int:
-        """What a hit reads behind the sink: held to the end where a prompt leaves a prefix that
-        it shares with others."""
-        return blocks_for(self.recent - 1)  # a hit ends with a block
-
-    def _tail(self, more: int) -> int:
-        return blocks_for(self.recent + more) + 1  # a window begins anywhere in a block
-
-    def charged(self, max_model_len: int) -> int:
-        """What a request holds while it decodes, and its share of what prompts take meanwhile.
-
-        Few prompts are read at once: charging every request for two ends of chunks would cost a
-        tenth of the capacity. Admission counts the real maximum, below."""
-        blocks = self.sink_blocks + self._tail(SLACK) + self.page // PAGE_QUANTUM
-        return min(blocks, blocks_for(max_model_len))
+class WindowBlocks(WindowRule):
+    """Blocks of exact tokens that one request of vLLM's takes."""
 
     def admission(self, max_model_len: int, in_flight: int, batches: int) -> int:
         """What a request holds at most, while its prompt is read: the sink, the end of each
@@ -61,8 +28,8 @@ class WindowBlocks:
         also the end of the prompt before its last turn, and of two shared prefixes: one that was
         found, and a longer one."""
         more = max(SLACK, self.page)
-        ends = (batches + 1) * self._tail(more) + blocks_for(TURN)
-        held = min(ends, self._tail(more + in_flight)) + 2 * self.shared
+        ends = (batches + 1) * self.tail(more) + blocks_for(TURN)
+        held = min(ends, self.tail(more + in_flight)) + 2 * self.shared
         return min(self.sink_blocks + held, blocks_for(max_model_len))
 
 

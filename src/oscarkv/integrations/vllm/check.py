@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
+from oscarkv.integrations.serving.windows import blocks_for
 from oscarkv.integrations.vllm.canary import attach
-from oscarkv.integrations.vllm.capacity import Capacity, blocks_for
+from oscarkv.integrations.vllm.capacity import Capacity
 from oscarkv.integrations.vllm.layers import check_model
 from oscarkv.integrations.vllm.settings import (
     NEEDS_ARTIFACT,

@@ -13,9 +13,10 @@ import torch
 
 from oscarkv.artifact.summary import summarise
 from oscarkv.errors import MissingDependencyError, ModelMismatchError, OscarError
+from oscarkv.integrations.serving.windows import blocks_for
 from oscarkv.integrations.transformers.geometry import FULL, ModelGeometry, describe_config
 from oscarkv.integrations.transformers.models import load_config
-from oscarkv.integrations.vllm.capacity import Capacity, blocks_for
+from oscarkv.integrations.vllm.capacity import Capacity
 from oscarkv.integrations.vllm.plugin import check_version, engine_version
 from oscarkv.integrations.vllm.settings import Settings
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oscarkv.errors import OscarError
-from oscarkv.integrations.vllm import refusal
+from oscarkv.integrations.serving import refusal
 from oscarkv.integrations.vllm.settings import settings_of
 
 
@@ -112,13 +112,19 @@ def _checked_weights(
     plain: Any, loader: Any, vllm_config: Any, model_config: Any, *rest: Any, **options: Any
 ) -> Any:
     """In every worker, as it loads the model. Drafts are models of their own."""
-    from oscarkv.integrations.vllm.weights import check_weights
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from oscarkv.integrations.serving.weights import check_weights
 
     settings = settings_of(vllm_config)
+    dummy = vllm_config.load_config.load_format == "dummy"
     try:
         model = plain(loader, vllm_config, model_config, *rest, **options)
-        if settings is not None and model_config is vllm_config.model_config:
-            check_weights(settings.loaded, model, vllm_config)
+        if settings is not None and model_config is vllm_config.model_config and not dummy:
+            widths = {model_config.get_hidden_size(), model_config.get_head_size()}
+            check_weights(
+                settings.loaded, model, model_config.model, VocabParallelEmbedding, widths
+            )
     except OscarError as error:
         refusal.refuse(error)
     return model

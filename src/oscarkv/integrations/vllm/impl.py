@@ -12,6 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from oscarkv.errors import OscarError
+from oscarkv.integrations.serving.layers import rank_transforms
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.kept import hand_over, keeps_own_cache
 from oscarkv.integrations.vllm.metadata import HistoryMetadata
@@ -91,7 +92,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         # Here and not at the first step: vLLM measures what a model takes before it makes caches.
         heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
         device = self.config.device_config.device
-        self._transforms = layers.rank_transforms(artifact.layers[index], heads, device)
+        self._transforms = rank_transforms(artifact.layers[index], heads, device)
 
     def _layer(self, history: Tensor) -> LayerCache:
         """The cache that vLLM bound last. It makes a small one first, to capture graphs and see

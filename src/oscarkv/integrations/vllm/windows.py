@@ -31,8 +31,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from oscarkv.codec.layout import PAGE_QUANTUM
-from oscarkv.integrations.vllm.capacity import SLACK, TURN, WindowBlocks
-from oscarkv.integrations.vllm.settings import window_page_bytes
+from oscarkv.integrations.serving.settings import window_page_bytes
+from oscarkv.integrations.vllm.capacity import WindowBlocks
 from oscarkv.kernels import LayerCache
 
 BACKEND_NAME = "OSCARKV_WINDOWS"
@@ -53,31 +53,6 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
     def counts(self) -> WindowBlocks:
         return WindowBlocks(self.sink, self.sliding_window, self.hit_alignment)
 
-    @property
-    def sink_blocks(self) -> int:
-        return self.counts.sink_blocks
-
-    def read_from(self, end: int) -> int:
-        """First block, behind the sink, that a query after `end` tokens reads."""
-        return max(0, end - self.sliding_window + 1) // self.block_size
-
-    def tail_start(self, end: int) -> int:
-        """First block that must be real once `end` tokens are there, drafts among them."""
-        return self.read_from(end - SLACK)
-
-    def hit_before(self, end: int) -> int:
-        """The last page boundary that a prompt of `end` tokens can hit: one token is left."""
-        return max(0, end - 1) // self.hit_alignment * self.hit_alignment
-
-    def before_hit(self, boundary: int) -> range:
-        """The blocks, behind the sink, that a hit of `boundary` tokens reads."""
-        return range(self.read_from(boundary), boundary // self.block_size)
-
-    def last_turn(self, prompt: int) -> range:
-        """The blocks that hits in the last TURN tokens of a prompt read."""
-        first = self.read_from(self.hit_before(prompt - TURN))
-        return range(first, self.hit_before(prompt) // self.block_size)
-
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
@@ -96,7 +71,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: WindowSpec, **arguments: Any) -> None:
         super().__init__(kv_cache_spec, **arguments)
-        self.spec = kv_cache_spec
+        self.rule = kv_cache_spec.counts
         self._dropped: dict[str, int] = {}  # blocks before this one were looked at and let go
         # Blocks for hits of other requests: taken at the end of a shared prefix, found there while
         # another request held them, taken before the last turn. The first two stay to the end.
@@ -105,9 +80,9 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self._last_turn: dict[str, range] = {}
 
     def _is_real(self, request_id: str, first: int, last: int, end: int) -> list[bool]:
-        sink, tail = self.spec.sink_blocks, self.spec.tail_start(end)
+        sink, tail = self.rule.sink_blocks, self.rule.tail_start(end)
         if self.enable_caching:
-            tail = min(tail, self.spec.read_from(self.spec.hit_before(end)))
+            tail = min(tail, self.rule.read_from(self.rule.hit_before(end)))
         shared = self._shared.get(request_id, ())
         last_turn = self._last_turn.get(request_id, ())
         return [
@@ -144,7 +119,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         real += self._is_real(request_id, first, needed, num_tokens_main_model)
         new = sum(real)
         if self.enable_caching and not held:  # `_keep_shared` may take these at once
-            new += min(self.spec.counts.shared, len(real) - new)
+            new += min(self.rule.shared, len(real) - new)
         return new + evictable
 
     def allocate_new_blocks(
@@ -188,12 +163,12 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         """Let go of what no query from here on reads. Null blocks lie between real ones, so every
         block is looked at, once. vLLM calls this before it allocates."""
         if self.enable_caching and num_prompt_tokens is not None:
-            self._last_turn[request_id] = self.spec.last_turn(num_prompt_tokens)
+            self._last_turn[request_id] = self.rule.last_turn(num_prompt_tokens)
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
-        first = max(self.spec.sink_blocks, self._dropped.get(request_id, 0))
-        last = min(self.spec.tail_start(processed_computed_tokens), len(blocks))
+        first = max(self.rule.sink_blocks, self._dropped.get(request_id, 0))
+        last = min(self.rule.tail_start(processed_computed_tokens), len(blocks))
         if last <= first:
             return
         shared = self._shared.get(request_id, ())
@@ -218,7 +193,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        read = self.spec.before_hit(num_local_computed_tokens)
+        read = self.rule.before_hit(num_local_computed_tokens)
         if read and all(new_computed_blocks[index].ref_cnt for index in read):
             self._joined[request_id] = read
         super().add_local_computed_blocks(
@@ -238,7 +213,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
 
         vLLM found it before the first allocation, but only here a manager sees the request. The
         blocks were counted then, and the worker gets its first table later."""
-        shared = self.spec.before_hit(request.shared_prefix_boundary)
+        shared = self.rule.before_hit(request.shared_prefix_boundary)
         self._shared[request.request_id] = shared
         blocks = self.req_to_blocks[request.request_id]
         found = self.num_cached_block.get(request.request_id, 0)  # those of a hit: not computed
@@ -286,8 +261,8 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
             max_length // alignment_tokens * alignment_tokens, 0, -alignment_tokens
         ):
             blocks = length // size
-            tail = kv_cache_spec.read_from(length)
-            sink = min(kv_cache_spec.sink_blocks, blocks)
+            tail = kv_cache_spec.counts.read_from(length)
+            sink = min(kv_cache_spec.counts.sink_blocks, blocks)
             needed = [*range(max(tail, sink), blocks), *range(sink)]
             if all(cached(index) is not None for index in reversed(needed)):
                 chosen = {index: cached(index) for index in needed}

@@ -14,10 +14,11 @@ from vllm.v1.attention.backend import AttentionType
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
+from oscarkv.integrations.serving.settings import window_page_bytes
+from oscarkv.integrations.serving.windows import blocks_for
 from oscarkv.integrations.vllm import layers
-from oscarkv.integrations.vllm.capacity import blocks_for
 from oscarkv.integrations.vllm.impl import OscarImpl
-from oscarkv.integrations.vllm.settings import Settings, page_layout, window_page_bytes
+from oscarkv.integrations.vllm.settings import Settings, page_layout
 from oscarkv.kernels import get_backend
 
 #: Queries whose logits are held at a time.

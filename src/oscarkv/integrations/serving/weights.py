@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from oscarkv.artifact import Artifact
 from oscarkv.artifact.artifact import same_weights
@@ -20,10 +19,13 @@ from oscarkv.errors import ModelMismatchError
 EMBEDDINGS, NORMS = 128, 4  # samples of the embeddings, and of each norm
 
 
-def check_weights(artifact: Artifact, model: nn.Module, config: Any) -> None:
-    """Refuse weights that differ from a known fingerprint. `config`: VllmConfig."""
+def check_weights(
+    artifact: Artifact, model: nn.Module, name: str, embedding: type, widths: set[int]
+) -> None:
+    """Refuse weights that differ from a known fingerprint. `embedding` is the engine's class of
+    embeddings that are split over ranks; a norm as wide as none of `widths` is a rank's share."""
     known = artifact.model.fingerprint
-    if not known or config.load_config.load_format == "dummy":
+    if not known:
         return
     try:
         expected = torch.frombuffer(bytearray.fromhex(known), dtype=torch.bfloat16)
@@ -31,19 +33,23 @@ def check_weights(artifact: Artifact, model: nn.Module, config: Any) -> None:
         raise ModelMismatchError(
             f"the artifact's fingerprint of {artifact.model.name} is unreadable; calibrate anew"
         ) from None
-    widths = {config.model_config.get_hidden_size(), config.model_config.get_head_size()}
-    pairs = [*_embeddings(model, expected), *_norms(model, expected[EMBEDDINGS:], widths)]
+    pairs = [
+        *_embeddings(model, embedding, expected),
+        *_norms(model, expected[EMBEDDINGS:], widths),
+    ]
     for mine, theirs in pairs:
         if not same_weights(_hex(mine), _hex(theirs)):
             raise ModelMismatchError(
                 f"this artifact was calibrated for the weights of {artifact.model.name}, and "
-                f"{config.model_config.model} has others (fine-tuned, or another model of the same "
-                "shape); calibrate these: oscarkv calibrate"
+                f"{name} has others (fine-tuned, or another model of the same shape); calibrate "
+                "these: oscarkv calibrate"
             )
 
 
-def _embeddings(model: nn.Module, expected: Tensor) -> list[tuple[Tensor, Tensor]]:
-    tables: list[Any] = [m for m in model.modules() if type(m) is VocabParallelEmbedding]
+def _embeddings(
+    model: nn.Module, embedding: type, expected: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    tables: list[Any] = [m for m in model.modules() if type(m) is embedding]
     if not tables or not isinstance(getattr(tables[0], "weight", None), Tensor):
         return []  # on another pipeline stage, or quantised
     table, weight = tables[0], tables[0].weight.detach()
@@ -63,7 +69,7 @@ def _norms(model: nn.Module, expected: Tensor, widths: set[int]) -> list[tuple[T
         for name, parameter in sorted(model.named_parameters())
         if parameter.dim() == 1 and name.endswith("norm.weight")
     ]
-    if len(expected) != NORMS * len(norms):  # layers on other stages, or norms of vLLM's own
+    if len(expected) != NORMS * len(norms):  # layers on other stages, or norms of the engine's own
         return []
     pairs = zip(expected.split(NORMS), norms, strict=True)
     whole = [(mine, norm) for mine, norm in pairs if norm.numel() in widths]  # not a rank's share

@@ -1,6 +1,6 @@
-"""A refusal in any of vLLM's processes ends the server with one line in the first of them.
+"""A refusal in any of an engine's processes ends the server with one line in the first of them.
 
-vLLM tells that process only that another one failed, after the other's traceback. So the reason
+Engines tell that process only that another one failed, after the other's traceback. So the reason
 travels in a small file that both know of through the environment.
 """
 
