@@ -34,6 +34,8 @@ from oscarkv.integrations.serving import settings
         ({"strict": "yes"}, {}, "option strict is 'yes'; it wants true or false"),
         ({"backend": "mine"}, {}, "option backend is 'mine'; it wants one of auto, cuda"),
         ({"artifact": None}, {}, "needs an artifact"),
+        ({"fold_values": 1}, {}, "option fold_values is 1; it wants true or false"),
+        ({"fold_values": True}, {"enable_lora": True}, "fold_values and LoRA"),
     ],
 )
 def test_refused(tiny_model, options, knobs, message):

@@ -51,9 +51,10 @@ def rank_heads(total: int, mine: int, rank: int, ranks: int) -> slice:
 
 
 def rank_transforms(
-    transforms: LayerTransforms, heads: slice, device: torch.device | str
+    transforms: LayerTransforms, heads: slice, device: torch.device | str, folded: bool = False
 ) -> Transforms:
-    """The matrices of some KV heads, on the device that uses them."""
+    """The matrices of some KV heads, on the device that uses them; `folded`: the weights have
+    those of the values."""
 
     def mine(tensor: Tensor, axis: int = 0) -> Tensor:
         index = (slice(None),) * axis + (heads,)
@@ -63,9 +64,9 @@ def rank_transforms(
         key=mine(transforms.key),
         query=mine(transforms.query),
         key_mean=mine(transforms.key_mean),
-        value=mine(transforms.value),
-        value_inverse=mine(transforms.value_inverse),
-        value_mean=mine(transforms.value_mean),
+        value=None if folded else mine(transforms.value),
+        value_inverse=None if folded else mine(transforms.value_inverse),
+        value_mean=None if folded else mine(transforms.value_mean),
         exponents=mine(transforms.exponents, 1),
         metric=None if transforms.metric is None else mine(transforms.metric),
     )

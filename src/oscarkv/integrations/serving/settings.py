@@ -82,6 +82,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "strict": ("true or false", _is_switch),
     "backend": (f"one of auto, {', '.join(BACKENDS)}", lambda x: x in ("auto", *BACKENDS)),
     "enabled": ("true or false", _is_switch),
+    "fold_values": ("true or false", _is_switch),
     "canary": ("a section, such as {}", lambda x: x is None or isinstance(x, dict)),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from oscarkv.artifact import Artifact, load_artifact
 from oscarkv.errors import UnsupportedModelError
+from oscarkv.integrations.folding import folded_output, folded_values
 from oscarkv.integrations.transformers.attention import route
 from oscarkv.integrations.transformers.geometry import attention_modules, describe
 
@@ -44,29 +45,17 @@ class Attachment:
             setattr(modules[index], FOLDED, True)
 
     def _fold(self, v_proj: nn.Linear, o_proj: nn.Linear, index: int) -> None:
-        layer, identity = self.artifact.layers[index], self.artifact.model
-        heads, dim = identity.kv_heads, identity.head_dim
-        group = identity.query_heads // heads
-        device = v_proj.weight.device
-        value, inverse = layer.value.double().to(device), layer.value_inverse.double().to(device)
-        mean = layer.value_mean.double().to(device)
+        layer, device = self.artifact.layers[index], v_proj.weight.device
+        value, inverse, mean = (
+            tensor.to(device) for tensor in (layer.value, layer.value_inverse, layer.value_mean)
+        )
         for linear in (v_proj, o_proj):
             self._originals[linear] = (linear.weight.data, linear.bias)
-
-        weight = v_proj.weight.data.double().unflatten(0, (heads, dim))  # rows are channels of v
-        folded = torch.einsum("hde,hdi->hei", value, weight).flatten(0, 1)
-        bias = torch.zeros(heads, dim, dtype=torch.float64, device=device)
-        if v_proj.bias is not None:
-            bias = v_proj.bias.data.double().view(heads, dim)
-        shifted = torch.einsum("hd,hde->he", bias - mean, value).flatten()
-        _set(v_proj, folded, shifted)
-
-        weight = o_proj.weight.data.double().unflatten(1, (heads, group, dim))
-        restored = torch.einsum("hed,ohgd->ohge", inverse, weight).flatten(1)
-        offset = torch.einsum("hd,ohgd->o", mean, weight)
+        _set(v_proj, *folded_values(v_proj.weight.data, v_proj.bias, value, mean))
+        weight, offset = folded_output(o_proj.weight.data, inverse, mean)
         if o_proj.bias is not None:
             offset = offset + o_proj.bias.data.double()
-        _set(o_proj, restored, offset)
+        _set(o_proj, weight, offset)
 
     def detach(self) -> None:
         """Put the model back as it was."""

@@ -61,6 +61,9 @@ def check_config(config: Any) -> None:
         "--disable-hybrid-kv-cache-manager: windows are a cache group of their own": bool(
             config.scheduler_config.disable_hybrid_kv_cache_manager
         ),
+        "fold_values and LoRA: adapters expect the model's own values": bool(
+            settings.fold_values and config.lora_config
+        ),
         "context parallelism": parallel.decode_context_parallel_size > 1,
         "--enable-dbo: a step is planned once for all layers": bool(parallel.use_ubatching),
         f"recipe {settings.recipe.name!r}: it packs nothing": settings.recipe.exact,

@@ -17,7 +17,7 @@ from oscarkv.integrations.vllm.settings import settings_of
 def install() -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.utils
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader import base_loader
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     from oscarkv.integrations.vllm.check import check_config, step_aside
@@ -25,7 +25,8 @@ def install() -> None:
     _around_arguments(step_aside, check_config)
     _wrap(vllm.v1.engine.core, "get_kv_cache_configs", _checked_memory)
     _wrap(vllm.v1.engine.utils, "wait_for_engine_startup", _with_reason)
-    _wrap(BaseModelLoader, "load_model", _checked_weights)
+    _wrap(base_loader.BaseModelLoader, "load_model", _checked_weights)
+    _wrap(base_loader, "process_weights_after_loading", _folded_weights)
     WorkerProc.wait_for_ready = staticmethod(_around(WorkerProc.wait_for_ready, _without_trace))
     refusal.print_refusals_as_lines()
 
@@ -128,6 +129,18 @@ def _checked_weights(
     except OscarError as error:
         refusal.refuse(error)
     return model
+
+
+def _folded_weights(plain: Any, model: Any, *rest: Any, **options: Any) -> Any:
+    """In every worker, as long as weights are as they were loaded."""
+    from oscarkv.integrations.vllm import layers
+
+    settings = layers.current()
+    if settings is not None and settings.fold_values:
+        from oscarkv.integrations.vllm.fold import fold_model
+
+        fold_model(model, settings)
+    return plain(model, *rest, **options)
 
 
 def _without_trace(plain: Any, *arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from oscarkv.errors import OscarError
+from oscarkv.errors import OscarError, UnsupportedModelError
 from oscarkv.integrations.serving.layers import rank_transforms
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.kept import hand_over, keeps_own_cache
@@ -39,7 +39,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         **others: Any,
     ) -> None:
-        self._arguments = {
+        self.arguments = {
             "num_heads": num_heads,
             "head_size": head_size,
             "scale": scale,
@@ -66,6 +66,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         self._windows_name = ""
         self._transforms: Transforms | None = None
         self._memo: dict[str, Tensor] = {}
+        self.folded = False  # values come transformed: fold.py
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -79,8 +80,8 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
             raise OscarError(f"an attention layer is known to vLLM under {len(names)} names")
         layer, recipe = known[names[0]], self.settings.recipe
         artifact, index = self.settings.loaded, extract_layer_index(names[0])
-        if keeps_own_cache(layer, index, self._arguments, self.settings):
-            hand_over(layer, self._arguments, self.config, act_dtype)
+        if keeps_own_cache(layer, index, self.arguments, self.settings):
+            hand_over(layer, self.arguments, self.config, act_dtype)
             return
         layer.attn_backend = OscarBackend
         dtype = layer.kv_cache_torch_dtype
@@ -92,7 +93,12 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         # Here and not at the first step: vLLM measures what a model takes before it makes caches.
         heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
         device = self.config.device_config.device
-        self._transforms = rank_transforms(artifact.layers[index], heads, device)
+        self._transforms = rank_transforms(artifact.layers[index], heads, device, self.folded)
+        if self.settings.fold_values and not self.folded:
+            raise UnsupportedModelError(
+                f"values of {names[0]} were not folded into the weights: their loader "
+                f"({self.config.load_config.load_format}) is unknown; leave fold_values out"
+            )
 
     def _layer(self, history: Tensor) -> LayerCache:
         """The cache that vLLM bound last. It makes a small one first, to capture graphs and see

@@ -24,6 +24,10 @@ def activate(settings: Settings) -> None:
     _active = settings
 
 
+def current() -> Settings | None:
+    return _active
+
+
 def active() -> Settings:
     if _active is None:
         raise OscarError("oscarkv's attention was asked for without its settings")

@@ -27,6 +27,7 @@ NEEDS_ARTIFACT = (
 class Settings(serving.Settings):
     """One key of the section each."""
 
+    fold_values: bool = False  # into the weights, instead of a transform in every layer and step
     canary: dict[str, Any] | None = None  # canary/options.py
 
 
