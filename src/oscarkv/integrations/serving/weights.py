@@ -46,9 +46,7 @@ def check_weights(
             )
 
 
-def _embeddings(
-    model: nn.Module, embedding: type, expected: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def _embeddings(model: nn.Module, embedding: type, expected: Tensor) -> list[tuple[Tensor, Tensor]]:
     tables: list[Any] = [m for m in model.modules() if type(m) is embedding]
     if not tables or not isinstance(getattr(tables[0], "weight", None), Tensor):
         return []  # on another pipeline stage, or quantised
