@@ -374,9 +374,10 @@ def _attend(
         blocks = [_PackedBlock(pages, layer, workspace) for pages, _ in history]
         for block, (_, mask) in zip(blocks, history, strict=True):
             logits.append(finish_logits(block.logits(transformed), mask))
+            block.parameters[1] = tuple(_written(x, mask) for x in block.parameters[1])
     widths = [part.shape[-1] for part in logits]
     weights = torch.softmax(torch.cat(logits, -1), -1).split(widths, -1)
-    result = weights[0] @ values
+    result = weights[0] @ _written(values, exact[2])
     if history:
         packed = sum(block.read(p) for block, p in zip(blocks, weights[1:], strict=True))
         assert isinstance(packed, Tensor)
@@ -388,6 +389,15 @@ def _attend(
             packed = packed + share * transforms.value_mean.to(q.dtype)[:, None]
         result = result + packed
     return result.view(batch, heads, group, n, dim)
+
+
+def _written(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Rows [B, H, keys, ...], 0 where no query reads them: they may never have been written, and
+    what lies there times a weight of 0 need not be 0."""
+    if mask is None:
+        return rows
+    read = mask.any(-2).flatten(1, 2).any(1, keepdim=True)  # [B, 1, keys]
+    return rows.masked_fill(~read[..., None], 0)
 
 
 @dataclass

@@ -1,13 +1,11 @@
-"""A tiny model on disk, its artifact, and vLLM engines in this process, one at a time."""
+"""vLLM engines in this process, one at a time."""
 
 from __future__ import annotations
 
 import gc
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # else SIGILL where AMX is barred
@@ -15,59 +13,10 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import torch
-import transformers
-
-import oscarkv
-from oscarkv import Recipe
-
-SINK, RECENT = 16, 64
+import serving_models
 
 
-def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    chooser = random.Random(seed)
-    return [[chooser.randrange(3, 259) for _ in range(length)] for length in lengths]
-
-
-class TinyModel:
-    """A model directory and an artifact file."""
-
-    def __init__(self, folder: Path, architecture: str = "llama", **shape: Any) -> None:
-        import tiny
-
-        self.path, self.artifact = folder / "model", folder / "model.oscarkv"
-        model = tiny.model(
-            architecture,
-            head_dim=64,
-            hidden_size=128,
-            intermediate_size=192,
-            max_position_embeddings=4096,
-            **shape,
-        )
-        model.generation_config = transformers.GenerationConfig()
-        model.save_pretrained(self.path)
-        self.model = model
-        recipe = Recipe.named("balanced", sink=SINK, recent=RECENT)
-        oscarkv.save_artifact(tiny.quick_calibrate(model, recipe), self.artifact)
-
-    def oracle(self, prompts: list[list[int]], new: int = 24) -> list[list[int]]:
-        """Tokens of `OscarCache` in strict mode."""
-        made = []
-        for prompt in prompts:
-            cache = oscarkv.OscarCache(self.model, self.artifact, strict=True)
-            ids = torch.tensor([prompt])
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-                eos_token_id=None,
-            )
-            made.append(out[0, len(prompt) :].tolist())
-        return made
-
+class TinyModel(serving_models.TinyModel):
     @contextmanager
     def engine(self, options: dict[str, Any] | None = None, **knobs: Any) -> Iterator[Engine]:
         """An engine with oscarkv's options, or a stock one for None."""

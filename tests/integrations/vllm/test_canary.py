@@ -8,7 +8,7 @@ pytest.importorskip("vllm.config")
 
 import tiny
 import torch
-from engines import prompts
+from serving_models import prompts
 from test_vllm_refusals import config
 
 import oscarkv

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("vllm.config")
 
 import tiny
-from engines import prompts
-from servers import ServerProcess
+from server_processes import ServerProcess
+from serving_models import prompts
 
 from oscarkv.integrations.vllm.settings import Settings
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import RECENT, SINK, prompts
+from serving_models import RECENT, SINK, prompts
 
 from oscarkv.errors import OscarError
 

@@ -6,8 +6,8 @@ import pytest
 pytest.importorskip("vllm.config")
 
 import torch
-from engines import RECENT, SINK, prompts
 from helpers import make_layer
+from serving_models import RECENT, SINK, prompts
 
 from oscarkv import Recipe
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("vllm.config")
 
 import engines
-from engines import prompts
+from serving_models import prompts
 
 import oscarkv
 from oscarkv.errors import OscarError

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import prompts
+from serving_models import prompts
 
 NEW = 220
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import prompts
-from servers import run_script
+from server_processes import run_script
+from serving_models import prompts
 
 import oscarkv
 

@@ -11,8 +11,8 @@ pytest.importorskip("vllm.config")
 import openai
 import tiny
 import torch
-from engines import prompts
 from servers import Server
+from serving_models import prompts
 
 pytestmark = pytest.mark.slow
 GREEDY = {"model": "tiny", "temperature": 0}

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import prompts
+from serving_models import prompts
 
 PAGE = 224
 SYSTEM = 700

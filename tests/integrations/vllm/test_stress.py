@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import prompts
+from serving_models import prompts
 
 
 def test_random_requests_leave_nothing_behind(tiny_model):

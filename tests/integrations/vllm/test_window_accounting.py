@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import prompts
+from serving_models import prompts
 
 LENGTH, PAGE, SINK, RECENT = 16384, 112, 64, 256
 

@@ -67,7 +67,9 @@ def settings_of(server_args: Any) -> Settings | None:
     section = getattr(server_args, _KEPT, None)
     if not asked_for(server_args):
         if section:
-            raise OscarError("oscarkv's options without its attention: say --attention-backend oscarkv")
+            raise OscarError(
+                "oscarkv's options without its attention: say --attention-backend oscarkv"
+            )
         return None
     return Settings.of(section or {}, NEEDS_ARTIFACT)
 

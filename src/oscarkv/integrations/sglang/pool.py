@@ -55,7 +55,9 @@ class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
         self.shape = PoolShape.of(settings, self.head_dim, self.dtype, options.longest())
         self.rule = self.shape.rule
         if self.page_size != self.rule.page:
-            raise OscarError(f"pages hold {self.rule.page} tokens, and SGLang made {self.page_size}")
+            raise OscarError(
+                f"pages hold {self.rule.page} tokens, and SGLang made {self.page_size}"
+            )
         self.window_pages = self.shape.window_pages(self.size)
         pages = self.size // self.page_size + self.window_pages + 1
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):

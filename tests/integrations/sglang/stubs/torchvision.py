@@ -1,4 +1,4 @@
-"""Stands in for torchvision, which SGLang imports for images and its CPU engine's torch cannot load.
+"""Stands in for torchvision, which SGLang imports for images and a CPU build of torch cannot load.
 
 Every name in it exists and nothing in it works.
 """

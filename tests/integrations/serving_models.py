@@ -1,0 +1,59 @@
+"""Models on disk for the serving engines' tests, their artifacts, and what `OscarCache` answers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import oscarkv
+from oscarkv import Recipe
+
+SINK, RECENT = 16, 64
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(3, 259) for _ in range(length)] for length in lengths]
+
+
+class TinyModel:
+    """A model directory and an artifact file."""
+
+    def __init__(self, folder: Path, architecture: str = "llama", **shape: Any) -> None:
+        import tiny
+
+        self.path, self.artifact = folder / "model", folder / "model.oscarkv"
+        sizes = {
+            "head_dim": 64,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "max_position_embeddings": 4096,
+        }
+        model = tiny.model(architecture, **(sizes | shape))
+        model.generation_config = transformers.GenerationConfig()
+        model.save_pretrained(self.path)
+        self.model = model
+        recipe = Recipe.named("balanced", sink=SINK, recent=RECENT)
+        oscarkv.save_artifact(tiny.quick_calibrate(model, recipe), self.artifact)
+
+    def oracle(self, prompts: list[list[int]], new: int = 24) -> list[list[int]]:
+        """Tokens of `OscarCache` in strict mode."""
+        made = []
+        for prompt in prompts:
+            cache = oscarkv.OscarCache(self.model, self.artifact, strict=True)
+            ids = torch.tensor([prompt])
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            made.append(out[0, len(prompt) :].tolist())
+        return made
