@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from engines import TinyModel, prompts
+from engines import TinyModel
+from serving_models import prompts
 
 import oscarkv
 from oscarkv.errors import OscarError

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("vllm.config")
 
 import torch
-from engines import prompts
 from safetensors.torch import save_file
 from servers import run_script
+from serving_models import prompts
 
 SCRIPT = """
 import json, sys

@@ -29,7 +29,7 @@ from oscarkv.integrations.vllm.windows import SUFFIX, WindowSpec
 logger = init_logger("vllm.oscarkv")  # below "vllm", whose handlers print
 
 #: Connectors that follow the windows' null blocks.
-CONNECTORS = ("DecodeBenchConnector",)
+CONNECTORS = ("DecodeBenchConnector", "SimpleCPUOffloadConnector")
 
 
 def check_config(config: Any) -> None:
@@ -55,7 +55,7 @@ def check_config(config: Any) -> None:
             cache.user_specified_block_size and cache.block_size != page
         ),
         # Before the next one, which some connectors bring about.
-        f"the KV connector {connector}: only {', '.join(CONNECTORS)} is known to fit": bool(
+        f"the KV connector {connector}: only {' and '.join(CONNECTORS)} are known to fit": bool(
             connector and connector not in CONNECTORS
         ),
         "--disable-hybrid-kv-cache-manager: windows are a cache group of their own": bool(

@@ -19,6 +19,7 @@ def install() -> None:
     import vllm.v1.engine.utils
     from vllm.model_executor.model_loader import base_loader
     from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
     from oscarkv.integrations.vllm.check import check_config, step_aside
 
@@ -27,6 +28,7 @@ def install() -> None:
     _wrap(vllm.v1.engine.utils, "wait_for_engine_startup", _with_reason)
     _wrap(base_loader.BaseModelLoader, "load_model", _checked_weights)
     _wrap(base_loader, "process_weights_after_loading", _folded_weights)
+    _wrap(SimpleCPUOffloadScheduler, "get_num_new_matched_tokens", _matched_in_memory)
     WorkerProc.wait_for_ready = staticmethod(_around(WorkerProc.wait_for_ready, _without_trace))
     refusal.print_refusals_as_lines()
 
@@ -141,6 +143,29 @@ def _folded_weights(plain: Any, model: Any, *rest: Any, **options: Any) -> Any:
 
         fold_model(model, settings)
     return plain(model, *rest, **options)
+
+
+def _matched_in_memory(plain: Any, offloaded: Any, request: Any, computed: int) -> Any:
+    """Of a prompt that the GPU holds the beginning of, vLLM looks up the rest alone. Windows are
+    found by position, so the whole is looked up, and what the GPU holds is left out again."""
+    if not computed or settings_of(offloaded.vllm_config) is None:
+        return plain(offloaded, request, computed)
+    answer = plain(offloaded, request, 0)
+    pending = offloaded._pending_cpu_hits.pop(request.request_id, None)
+    if pending is None:
+        return answer
+    blocks, length, _ = pending
+    answer = 0, False
+    if length > computed and computed % offloaded.block_size == 0:
+        rest = tuple(
+            group[computed // size :]
+            for group, size in zip(blocks, offloaded.group_block_sizes, strict=True)
+        )
+        offloaded.cpu_block_pool.touch([b for group in rest for b in group if not b.is_null])
+        offloaded._pending_cpu_hits[request.request_id] = rest, length - computed, computed
+        answer = length - computed, True
+    offloaded._free_pending_cpu_hit(pending)
+    return answer
 
 
 def _without_trace(plain: Any, *arguments: Any, **options: Any) -> Any:

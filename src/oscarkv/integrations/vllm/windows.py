@@ -78,6 +78,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self._shared: dict[str, range] = {}
         self._joined: dict[str, range] = {}
         self._last_turn: dict[str, range] = {}
+        self._brought: dict[str, int] = {}  # blocks before this one came from a connector
 
     def _is_real(self, request_id: str, first: int, last: int, end: int) -> list[bool]:
         sink, tail = self.rule.sink_blocks, self.rule.tail_start(end)
@@ -89,6 +90,12 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
             index < sink or index >= tail or index in shared or index in last_turn
             for index in range(first, last)
         ]
+
+    def _is_brought(self, first: int, last: int, end: int) -> list[bool]:
+        """Of the blocks that a connector fills with all but the newest tokens: those of a hit of
+        `end` tokens, and no others. Any other would be cached although nothing was put there."""
+        sink, tail = self.rule.sink_blocks, self.rule.read_from(end)
+        return [index < sink or index >= tail for index in range(first, last)]
 
     # -- allocation ----------------------------------------------------------------------------
 
@@ -114,7 +121,7 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         first, real = len(held) + len(new_computed_blocks), []
         if total_computed_tokens > num_local_computed_tokens:  # a connector brings the others
             last = cdiv(total_computed_tokens, self.block_size)
-            real += self._is_real(request_id, first, last, total_computed_tokens)
+            real += self._is_brought(first, last, total_computed_tokens)
             first = max(first, last)
         real += self._is_real(request_id, first, needed, num_tokens_main_model)
         new = sum(real)
@@ -126,7 +133,10 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """The new entries of the request's table, null blocks among them: the worker appends."""
-        return self._extend(request_id, num_tokens, num_tokens_main_model, record=True)
+        first, last = len(self.req_to_blocks[request_id]), cdiv(num_tokens, self.block_size)
+        return self._extend(
+            request_id, self._is_real(request_id, first, last, num_tokens_main_model)
+        )
 
     def allocate_external_computed_blocks(
         self,
@@ -137,12 +147,13 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
     ) -> None:
         """Tokens that a connector brings: blocks for what the next query reads of them exactly."""
         end = num_local_computed_tokens + num_external_computed_tokens
-        self._extend(request_id, end, end, record_for_zeroing)
+        first, last = len(self.req_to_blocks[request_id]), cdiv(end, self.block_size)
+        self._extend(request_id, self._is_brought(first, last, end), record_for_zeroing)
+        self._brought[request_id] = last
 
-    def _extend(self, request_id: str, tokens: int, end: int, record: bool) -> list[KVCacheBlock]:
-        """The new entries for `tokens` tokens, those real that matter once `end` are there."""
+    def _extend(self, request_id: str, real: list[bool], record: bool = True) -> list[KVCacheBlock]:
+        """New entries of a request's table, some of them real."""
         blocks = self.req_to_blocks[request_id]
-        real = self._is_real(request_id, len(blocks), cdiv(tokens, self.block_size), end)
         source = iter(self._take(sum(real), record))
         added = [next(source) if is_real else self._null_block for is_real in real]
         blocks.extend(added)
@@ -182,7 +193,13 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self.block_pool.free_blocks(reversed(freed))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        for known in (self._dropped, self._shared, self._joined, self._last_turn):
+        for known in (
+            self._dropped,
+            self._shared,
+            self._joined,
+            self._last_turn,
+            self._brought,
+        ):
             known.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
@@ -216,7 +233,9 @@ class WindowManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         shared = self.rule.before_hit(request.shared_prefix_boundary)
         self._shared[request.request_id] = shared
         blocks = self.req_to_blocks[request.request_id]
-        found = self.num_cached_block.get(request.request_id, 0)  # those of a hit: not computed
+        # Those of a hit, here or in a connector, are not computed any more.
+        found = self.num_cached_block.get(request.request_id, 0)
+        found = max(found, self._brought.get(request.request_id, 0))
         missing = [i for i in shared if found <= i < len(blocks) and blocks[i].is_null]
         for index, block in zip(missing, self._take(len(missing)), strict=True):
             blocks[index] = block
