@@ -27,6 +27,11 @@ VOCABULARY = 512  # tokens are below this, whatever the geometry
 #: A step's time is that of 64 of them: (t(8 + 64 new tokens) - t(8)) / 64.
 FEW, MANY = 8, 72
 CONNECTOR = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+OFFLOAD = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 16 << 30},
+}
 ANSWERED = (50, 700, 3000)  # tokens of the prompts of --answers
 
 
@@ -53,6 +58,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
     add("--kernels", type=Load.parse, metavar="BATCHxCONTEXT", help="time by GPU kernel")
     add("--answers", action="store_true", help="tokens and logprobs, to compare runs with")
+    add("--offload", type=int, metavar="TOKENS", help="prompts that come back from the host")
     add("--repeats", type=int, default=3)
     add("--options", type=json.loads, default={}, help="oscarkv's, as JSON: recent, backend, ...")
     add("--engine", type=json.loads, default={}, help="further arguments of LLM, as JSON")
@@ -82,6 +88,7 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
     lengths = [load.context + max(load.new, MANY) for load in loads]
     lengths += [length + FEW for length in chosen.prefill]
     lengths += [max(ANSWERED) + MANY] * chosen.answers
+    lengths += [chosen.offload + MANY] * bool(chosen.offload)
     longest = chosen.max_model_len or -(-max(lengths, default=32768) // 256) * 256
     knobs: dict[str, Any] = {
         "load_format": "dummy",
@@ -93,7 +100,10 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
         "gpu_memory_utilization": chosen.utilization,
         "enforce_eager": chosen.eager,
         "kv_transfer_config": CONNECTOR,
-    } | chosen.engine
+    }
+    if chosen.offload:
+        knobs |= {"kv_transfer_config": OFFLOAD, "enable_prefix_caching": True}
+    knobs |= chosen.engine
     if chosen.backend == OURS:
         knobs["attention_backend"] = "CUSTOM"
         knobs["additional_config"] = {OURS: {"artifact": str(artifact)} | chosen.options}
@@ -166,7 +176,10 @@ def generate(llm: Any, prompts: list[list[int]], new: int, logprobs: int | None 
 
 @contextmanager
 def prefilling(llm: Any) -> Iterator[None]:
-    """The connector finds no context computed."""
+    """The connector that marks contexts as computed finds none."""
+    if core_of(llm).vllm_config.kv_transfer_config.kv_connector != CONNECTOR["kv_connector"]:
+        yield
+        return
     scheduler = core_of(llm).scheduler.connector.connector_scheduler
     scheduler.get_num_new_matched_tokens = lambda *_: (0, False)
     try:
@@ -224,19 +237,29 @@ def kernels(llm: Any, load: Load, shown: int = 14) -> None:
     emit("kernels", batch=load.batch, context=load.context, columns="name, calls, us", rows=table)
 
 
-def answers(llm: Any) -> None:
-    """Weights that make attention matter, in place (graphs read them there), then greedy answers,
-    alone and in a batch."""
-    import torch
+def offload(llm: Any, length: int, count: int = 3) -> None:
+    """The same prompts twice: read, and brought back after the cache on the device was emptied."""
+    asked = [prompt(length, seed) for seed in range(count)]
+    sharpen(llm)
+    for again in (False, True):
+        runs = [generate(llm, [one], 16, logprobs=1) for one in asked]
+        outputs = [found[0] for found, _ in runs]
+        emit(
+            "offload",
+            again=again,
+            tokens=length,
+            found=[output.num_cached_tokens for output in outputs],
+            s=[round(seconds, 3) for _, seconds in runs],
+            answers=[list(output.outputs[0].token_ids) for output in outputs],
+        )
+        time.sleep(1)  # copies to the host go on behind the answers
+        generate(llm, [prompt(50, 99)], 4)
+        assert llm.reset_prefix_cache()
 
-    model = runner_of(llm).model
-    with torch.inference_mode():
-        for index, (name, weight) in enumerate(sorted(model.named_parameters())):
-            rng = torch.Generator(weight.device).manual_seed(index)
-            if "norm" in name:
-                weight.fill_(1)
-            else:
-                weight.normal_(0, 2 * weight.shape[-1] ** -0.5, generator=rng)
+
+def answers(llm: Any) -> None:
+    """Greedy answers, alone and in a batch."""
+    sharpen(llm)
     prompts = [prompt(length, length) for length in ANSWERED]
     with prefilling(llm):
         batches = [generate(llm, [one], 32, logprobs=1)[0] for one in prompts]
@@ -257,6 +280,20 @@ def answers(llm: Any) -> None:
             )
 
 
+def sharpen(llm: Any) -> None:
+    """Weights that make attention matter, in place: graphs read them there."""
+    import torch
+
+    model = runner_of(llm).model
+    with torch.inference_mode():
+        for index, (name, weight) in enumerate(sorted(model.named_parameters())):
+            rng = torch.Generator(weight.device).manual_seed(index)
+            if "norm" in name:
+                weight.fill_(1)
+            else:
+                weight.normal_(0, 2 * weight.shape[-1] ** -0.5, generator=rng)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     chosen = arguments(words)
     with tempfile.TemporaryDirectory() as folder:
@@ -269,6 +306,8 @@ def main(words: Sequence[str] | None = None) -> None:
             prefill(llm, length, chosen.repeats)
         if chosen.kernels:
             kernels(llm, chosen.kernels)
+        if chosen.offload:
+            offload(llm, chosen.offload)
         if chosen.answers:
             answers(llm)
     sys.stdout.flush()

@@ -98,3 +98,33 @@ def test_evicted_prompts_come_back(tiny_model, offload):
         assert any(tokens < length - 224 for length, tokens in loads), loads
         assert engine.used_blocks == 0
         del manager.update_state_after_alloc, spy, manager
+
+
+def test_a_load_leaves_nothing_behind_that_was_never_filled(tiny_model, offload):
+    """What a prompt brings back is for its own end; a shorter prefix of it must not be found with
+    windows that nothing was put in."""
+    whole, *others = prompts(1300, 1200, 1250, 1280, seed=3)
+    shorter = whole[:1000] + prompts(60, seed=4)[0]
+    expected = tiny_model.oracle([whole, shorter])
+    with tiny_model.engine(
+        {"strict": True},
+        kv_transfer_config=offload,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=80,
+        max_num_seqs=1,
+    ) as engine:
+        for prompt in (whole, *others):
+            engine.generate([prompt])
+        pool = engine.manager.block_pool
+        for block in pool.blocks[1:]:  # as if everything had been used for something else
+            pool._maybe_evict_cached_block(block)
+        fill(engine)
+        assert engine.generate([whole]) == expected[:1]
+        assert engine.generate([shorter]) == expected[1:]
+
+
+def fill(engine) -> None:
+    """Other numbers in every block of the cache."""
+    for layer in engine.layers.values():
+        cache = layer.kv_cache
+        cache.copy_(torch.full_like(cache, 3))
