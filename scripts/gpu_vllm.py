@@ -88,7 +88,7 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
     lengths = [load.context + max(load.new, MANY) for load in loads]
     lengths += [length + FEW for length in chosen.prefill]
     lengths += [max(ANSWERED) + MANY] * chosen.answers
-    lengths += [chosen.offload + MANY] * bool(chosen.offload)
+    lengths += [chosen.offload + MANY] if chosen.offload else []
     longest = chosen.max_model_len or -(-max(lengths, default=32768) // 256) * 256
     knobs: dict[str, Any] = {
         "load_format": "dummy",
