@@ -129,10 +129,12 @@ def measure_fidelity(
     backend: str = "auto",
     progress: Progress | None = None,
     checkpoint: Checkpoint | None = None,
+    references: dict[str, Tensor] | None = None,
 ) -> Fidelity:
     """Score artifacts on evenly spread windows of text, against the full-precision cache.
 
-    What a checkpoint already holds is not measured again.
+    What a checkpoint already holds is not measured again. `references` keeps the full-precision
+    hidden states for calls to come.
     """
     sequences = evaluation_windows(model, tokenizer, texts, length, windows)
     subjects = {
@@ -161,10 +163,13 @@ def measure_fidelity(
     for index, sequence in enumerate(sequences):
         sequence = sequence.to(model.device)
         window = f"window {_digest(sequence)}"
-        reference: Tensor | None = None
+        reference = None if references is None else references.get(f"{place} {window}")
         missing = [name for name in subjects if f"{keys[name]} {window}" not in done]
         if missing or f"{place} {window} loss" not in done:
-            reference = _hidden_states(model, sequence, None, strict)
+            if reference is None:
+                reference = _hidden_states(model, sequence, None, strict)
+            if references is not None:
+                references[f"{place} {window}"] = reference
             done.put(f"{place} {window} loss", _loss(model, reference, sequence))
         losses.append(done.get(f"{place} {window} loss"))
         advance("full precision")

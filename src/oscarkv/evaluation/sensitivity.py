@@ -39,9 +39,7 @@ class Sensitivity:
         return asdict(self)
 
     def of(self, *, sides: str = "keys+values", layer: int | None = None) -> float:
-        return next(
-            p.kl for p in self.parts if (p.sides, p.layer, p.head) == (sides, layer, None)
-        )
+        return next(p.kl for p in self.parts if (p.sides, p.layer, p.head) == (sides, layer, None))
 
 
 def measure_sensitivity(

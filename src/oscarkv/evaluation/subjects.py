@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +57,7 @@ class Packed:
     def bits_held(self, cache: OscarCache, length: int) -> float:
         return cache.bits_per_element(window_bytes=2)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         parts = [self.artifact.recipe.to_json(), str(self.strict), str(self.artifact.layer_bits)]
         tensors = [

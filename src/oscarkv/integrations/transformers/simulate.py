@@ -22,9 +22,9 @@ from oscarkv.errors import CacheError, UnsupportedModelError
 from oscarkv.integrations.transformers.attention import (
     AttentionHandle,
     LazyMask,
+    attention_implementation,
     observing,
     plain_attention,
-    attention_implementation,
 )
 from oscarkv.integrations.transformers.geometry import describe, rope_at
 from oscarkv.methods.simulation import LayerSamples, Quantizer, Simulation
@@ -214,6 +214,9 @@ def collect_samples(
     """Keys and values of calibration sequences, and the gradients of the loss with them."""
     found: dict[int, list[tuple[Tensor, ...]]] = {layer: [] for layer in layers}
     device = next(model.parameters()).device
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:  # only the keys' and values' gradients are wanted
+        parameter.requires_grad_(False)
     for sequence in sequences:
         sequence = sequence.to(device)
         seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -248,7 +251,8 @@ def collect_samples(
                     for index in (0, 2)[: len(rows) // 2]:
                         rows[index] = rope.turn(rows[index], back=True)
             found[layer].append(tuple(rows))
-    model.zero_grad(set_to_none=True)
+    for parameter in trained:
+        parameter.requires_grad_(True)
     return {
         layer: LayerSamples(layer, *(torch.cat(part, 1) for part in zip(*parts, strict=True)))
         for layer, parts in found.items()
