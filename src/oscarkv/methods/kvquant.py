@@ -96,7 +96,7 @@ def _scale(x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def _round(x: Tensor, low: Tensor, high: Tensor, levels: Tensor) -> Tensor:
     scaled, inside = _scale(x, low, high)
     bounds = (levels[1:] + levels[:-1]) / 2
-    decoded = levels[torch.bucketize(scaled, bounds)]
+    decoded = levels[torch.bucketize(scaled.contiguous(), bounds)]
     half = ((high - low) / 2).clamp_min(1e-10)
     return torch.where(inside, decoded * half + (high + low) / 2, x.half().float())
 

@@ -1,8 +1,8 @@
 """SAW-INT4 (Jia et al., arXiv 2604.19157): 4 bits per token, keys turned by a Hadamard matrix in
 blocks. It fits the packed format, so this is a recipe like any other, and not a simulation.
 
-Blocks are of 128 channels, or the head where that is smaller; values are not turned; a head's 16-bit
-scale and minimum make it 4.25 bits at head_dim 128, as published.
+Blocks are of 128 channels, or the head where that is smaller; values are not turned. The 16-bit
+scale and minimum of a head make it 4.25 bits at head_dim 128, as published.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class _Rounding:
 
 
 def random_rotation(dim: int, seed: int) -> Tensor:
-    """A rotation drawn evenly from all: QR of a normal matrix, with the signs of R made positive."""
+    """A rotation drawn evenly from all: QR of a normal matrix, the signs of R made positive."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(normal)

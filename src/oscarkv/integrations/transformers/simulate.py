@@ -124,10 +124,10 @@ def rounded_attention(
     """Causal attention over fp32 q [Hq, T, d], k, v [H, T, d] with the history rounded."""
     heads, length, _ = k.shape
     sink = min(windows.sink, length)
-    if bool(windows.frontier(torch.tensor(length - 1)) > sink):
-        old_k, old_v = quantizer.keys(k[:, sink:]), quantizer.values(v[:, sink:])
-    else:  # everything is still in the windows
-        old_k, old_v = k[:, sink:], v[:, sink:]
+    old_k, old_v = k, v
+    if int(windows.frontier(torch.tensor(length - 1))) > sink and length > sink:
+        old_k = torch.cat([k[:, :sink], quantizer.keys(k[:, sink:])], 1)
+        old_v = torch.cat([v[:, :sink], quantizer.values(v[:, sink:])], 1)
     grouped = q.unflatten(0, (heads, -1))  # [H, readers, T, d]
     readers = grouped.shape[1]
     out = torch.empty_like(grouped)
@@ -135,10 +135,12 @@ def rounded_attention(
         stop = min(start + QUERY_BLOCK, length)
         t = torch.arange(start, stop, device=q.device)
         frontier = windows.frontier(t)
-        first, last = int(frontier[0]), int(frontier[-1])
-        j_sink = torch.arange(min(sink, stop), device=q.device)
-        j_old = torch.arange(sink, last, device=q.device)
-        j_new = torch.arange(min(first, stop), stop, device=q.device)
+        # The sink, what some of these queries read rounded, and what some of them read exactly.
+        parts = (0, min(sink, stop)), (sink, int(frontier[-1])), (int(frontier[0]), stop)
+        spans = [slice(low, max(low, min(high, stop))) for low, high in parts]
+        j_sink, j_old, j_new = (
+            torch.arange(span.start, span.stop, device=q.device) for span in spans
+        )
         visible = torch.cat(
             [
                 j_sink <= t[:, None],
@@ -147,8 +149,8 @@ def rounded_attention(
             ],
             1,
         )
-        keys = torch.cat([k[:, j_sink], old_k[:, j_old - sink], k[:, j_new]], 1)
-        values = torch.cat([v[:, j_sink], old_v[:, j_old - sink], v[:, j_new]], 1)
+        keys = torch.cat([k[:, spans[0]], old_k[:, spans[1]], k[:, spans[2]]], 1)
+        values = torch.cat([v[:, spans[0]], old_v[:, spans[1]], v[:, spans[2]]], 1)
         rows = grouped[:, :, start:stop].flatten(1, 2)
         block = F.scaled_dot_product_attention(
             rows[None], keys[None], values[None], visible.repeat(readers, 1), scale=scale
