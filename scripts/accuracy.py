@@ -37,6 +37,7 @@ from oscarkv.evaluation.fidelity import Fidelity, measure_fidelity
 from oscarkv.evaluation.prepare import fit_artifacts, fit_methods
 from oscarkv.evaluation.sensitivity import measure_sensitivity
 from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
+from oscarkv.evaluation.tune import tune
 from oscarkv.integrations.transformers import calibrate as calibration
 from oscarkv.linalg import geometric_mean, hadamard, spd_power, unit_trace
 from oscarkv.methods import named, needs, presets, simulations, transform
@@ -166,6 +167,7 @@ class Plan:
         "ablation",
         "robustness",
         "split",
+        "tuned",
         "parts",
         "alone",
         "windows",
@@ -374,6 +376,36 @@ class Lab:
         self.results["split"] = _plain(found)
         self.save()
         self.say(f"split: keys {found.of(sides='keys'):.5f}, values {found.of(sides='values'):.5f}")
+
+    def tuned(self) -> None:
+        """Bits by layer: what the same memory buys when it goes where it helps."""
+        length, windows = self.plan.split
+        subjects: dict[str, Subject] = {}
+        fitted = self.fit({"balanced": BALANCED, "compact": COMPACT})
+        subjects |= {name: self.subject(artifact) for name, artifact in fitted.items()}
+        self.results["tuned-bits"] = {}
+        for budget in (2.2, 2.3, 2.5):
+            if fitted["compact"].bits() > budget:
+                continue
+            found = tune(
+                self.model,
+                self.tokenizer,
+                self.text("wiki-calibration"),
+                budget,
+                recipe=COMPACT,
+                tokens=self.plan.tokens,
+                calibration_length=self.plan.length,
+                length=length,
+                windows=windows,
+                keep=self.parts,
+                progress=self._progress,
+            )
+            subjects[f"compact tuned to {budget} bits"] = self.subject(found.artifact)
+            self.results["tuned-bits"][str(budget)] = {
+                str(layer): list(bits) for layer, bits in sorted(found.artifact.layer_bits.items())
+            }
+            self.say(f"tuned to {budget}: predicted {found.predicted_kl:.5f}")
+        self.measure("tuned", subjects, self.plan.parts)
 
     def parts_section(self) -> None:
         """What each part of `balanced` buys."""

@@ -1,5 +1,6 @@
 """Parts of a subject by themselves, and the parts of a measurement that survive an interruption."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def test_positions_and_paired_differences() -> None:
     ranges = [(p.start, p.stop) for p in second.kl_by_position]
     assert ranges[0][0] == FIRST
     assert ranges[-1][1] == LENGTH - 1
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     total = sum((p.stop - p.start) * p.kl for p in second.kl_by_position)
     assert total / (LENGTH - 1 - FIRST) == pytest.approx(second.kl)
 
