@@ -155,5 +155,7 @@ def test_a_preset_with_an_unknown_transform_is_refused(add_method) -> None:
 
 
 def test_an_unknown_transform_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match="unknown transform 'svd'; known: balanced, hadamard"):
+    with pytest.raises(
+        RecipeError, match="unknown transform 'svd'; known: balanced, block-hadamard, hadamard"
+    ):
         get_transform("svd")

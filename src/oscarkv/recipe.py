@@ -107,9 +107,14 @@ class Recipe:
     @classmethod
     def named(cls, name: str, **overrides: Any) -> Recipe:
         """A preset, optionally with knobs changed: `Recipe.named("paper", sink=128)`."""
-        from oscarkv.methods import presets  # a method file imports this module
+        from oscarkv.methods import ALONE, presets, simulations  # which import this module
 
         known = presets()
+        if name.removesuffix(ALONE) in simulations():
+            raise RecipeError(
+                f"{name!r} is simulated: its codes do not fit the packed format, so it can be "
+                "measured (oscarkv eval fidelity --recipes) but not calibrated, served or saved"
+            )
         if name not in known:
             raise RecipeError(f"unknown recipe {name!r}; known: {', '.join(sorted(known))}")
         return known[name].replace(**overrides)

@@ -155,7 +155,7 @@ DAMAGE = {
     "older format": (set_header(format_version=0), "artifact format 0, this oscarkv"),
     "newer format": (
         set_header(format_version=9, library_version="9.9"),
-        "artifact format 9, this .* reads format 1; install the version that wrote it .9.9.",
+        "artifact format 9, this .* reads formats 1 and 2; install the version that wrote it .9.9.",
     ),
     "no model": (set_header(model=None), "damaged header"),
     "strange model": (set_header(model={"name": "x"}), "damaged header"),

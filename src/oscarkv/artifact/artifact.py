@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from oscarkv.errors import ArtifactError, ModelMismatchError
-from oscarkv.recipe import Recipe
+from oscarkv.recipe import CODE_BITS, Recipe
 
-FORMAT_VERSION = 1
+#: What is written: artifacts whose layers differ in bits are format 2, which older readers refuse
+#: rather than misread.
+FORMAT_VERSION, MIXED_FORMAT_VERSION = 1, 2
 #: Largest entry of A A^-1 - I that a file may have; fp32 inverses of sane transforms have 1e-5.
 INVERSE_TOLERANCE = 1e-3
 #: Exponents e0 with which every 8-bit scale 2^(e0 + n/16), n < 256, is a normal fp32 number.
@@ -109,9 +111,34 @@ class Artifact:
     layers: dict[int, LayerTransforms]
     calibration: dict[str, Any] = field(default_factory=dict)  # corpus, tokens, lengths, seed
     library_version: str = ""
+    #: Key and value bits of layers that have others than the recipe's.
+    layer_bits: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.validate()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers have other bits than the recipe says."""
+        return bool(self.layer_bits)
+
+    def layer_recipe(self, layer: int) -> Recipe:
+        """The recipe with the bits of one layer."""
+        if layer not in self.layer_bits:
+            return self.recipe
+        keys, values = self.layer_bits[layer]
+        return self.recipe.replace(key_bits=keys, value_bits=values)
+
+    @property
+    def history_bits(self) -> float:
+        """Bits an element of the packed history, on average over layers."""
+        dim = self.model.head_dim
+        return sum(self.layer_recipe(i).history_bits(dim) for i in self.layers) / len(self.layers)
+
+    def bits(self, length: int = 131072) -> float:
+        """Bits an element at a context length, on average over layers, as `Recipe.bits`."""
+        dim = self.model.head_dim
+        return sum(self.layer_recipe(i).bits(dim, length) for i in self.layers) / len(self.layers)
 
     def validate(self) -> None:
         """Check shapes, types, finite values and inverses; the message names the layer."""
@@ -132,6 +159,11 @@ class Artifact:
         integers = ("exponents", "fallback")
         if not self.layers:
             raise ArtifactError("no layer has transforms")
+        for index, bits in self.layer_bits.items():
+            if index not in self.layers:
+                raise ArtifactError(f"bits of layer {index}, which has no transforms")
+            if self.recipe.exact or not set(bits) <= set(CODE_BITS):
+                raise ArtifactError(f"layer {index}: {bits} bits; use 2, 3 or 4 for either side")
         for index, layer in self.layers.items():
             if not 0 <= index < self.model.layers:
                 raise ArtifactError(f"layer {index} of a model with {self.model.layers} layers")

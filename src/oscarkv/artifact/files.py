@@ -15,7 +15,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from oscarkv.artifact.artifact import FORMAT_VERSION, Artifact, LayerTransforms, ModelIdentity
+from oscarkv.artifact.artifact import (
+    FORMAT_VERSION,
+    MIXED_FORMAT_VERSION,
+    Artifact,
+    LayerTransforms,
+    ModelIdentity,
+)
 from oscarkv.errors import ArtifactError, OscarError
 from oscarkv.recipe import Recipe
 
@@ -47,13 +53,15 @@ def save_artifact(artifact: Artifact, path: str | Path) -> None:
         for name, tensor in layer.tensors().items()
     }
     header = {
-        "format_version": FORMAT_VERSION,
+        "format_version": MIXED_FORMAT_VERSION if artifact.mixed else FORMAT_VERSION,
         "library_version": library_version(),
         "model": dataclasses.asdict(artifact.model),
         "recipe": dataclasses.asdict(artifact.recipe),
         "calibration": artifact.calibration,
         "quantised_layers": sorted(artifact.layers),
     }
+    if artifact.mixed:
+        header["layer_bits"] = {str(i): list(b) for i, b in sorted(artifact.layer_bits.items())}
     data = save(tensors, metadata={HEADER_KEY: json.dumps(header, sort_keys=True)})
     write_atomically(Path(path), lambda part: _write_bytes(part, data))
 
@@ -92,10 +100,10 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         raise ArtifactError("a safetensors file, but not an oscarkv artifact (no header)")
     header = json.loads(metadata[HEADER_KEY])
     found = header["format_version"]
-    if found != FORMAT_VERSION:
+    if found not in (FORMAT_VERSION, MIXED_FORMAT_VERSION):
         raise ArtifactError(
-            f"artifact format {found}, this oscarkv ({library_version()}) reads format "
-            f"{FORMAT_VERSION}; install the version that wrote it "
+            f"artifact format {found}, this oscarkv ({library_version()}) reads formats "
+            f"{FORMAT_VERSION} and {MIXED_FORMAT_VERSION}; install the version that wrote it "
             f"({header.get('library_version', 'unknown')}) or calibrate anew"
         )
     by_layer: dict[int, dict[str, Any]] = {index: {} for index in header["quantised_layers"]}
@@ -120,6 +128,7 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         layers,
         header["calibration"],
         header["library_version"],
+        {int(i): (int(k), int(v)) for i, (k, v) in header.get("layer_bits", {}).items()},
     )
 
 

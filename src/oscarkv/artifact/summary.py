@@ -30,6 +30,8 @@ class LayerSummary:
     logit_error: float | None  # relative, as predicted on held-back text
     value_error: float | None
     fallback: list[int]  # heads that use Hadamard instead of the fitted transform
+    key_bits: int
+    value_bits: int
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,15 @@ def summarise(artifact: Artifact) -> ArtifactSummary:
         knobs={k: v for k, v in knobs.items() if k != "name" and v != defaults[k]},
         calibration=artifact.calibration,
         library_version=artifact.library_version,
-        bits={length: artifact.recipe.bits(artifact.model.head_dim, length) for length in LENGTHS},
-        layers=[_layer(index, layer) for index, layer in sorted(artifact.layers.items())],
+        bits={length: artifact.bits(length) for length in LENGTHS},
+        layers=[
+            _layer(index, layer, artifact.layer_recipe(index))
+            for index, layer in sorted(artifact.layers.items())
+        ],
     )
 
 
-def _layer(index: int, layer: LayerTransforms) -> LayerSummary:
+def _layer(index: int, layer: LayerTransforms, recipe: Recipe) -> LayerSummary:
     shares = layer.spectrum.double()
     shares = shares / shares.sum(-1, keepdim=True)  # NaN where nothing was observed
     entropy = -torch.xlogy(shares, shares).sum(-1)
@@ -95,6 +100,8 @@ def _layer(index: int, layer: LayerTransforms) -> LayerSummary:
         logit_error=_known(layer.errors[0]),
         value_error=_known(layer.errors[1]),
         fallback=layer.fallback.nonzero().flatten().tolist(),
+        key_bits=recipe.key_bits,
+        value_bits=recipe.value_bits,
     )
 
 

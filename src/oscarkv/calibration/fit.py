@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oscarkv.artifact import LayerTransforms
+from oscarkv.artifact.round_trip import keys_as_read, values_as_read
 from oscarkv.calibration.statistics import (
     AttentionCall,
     LayerStatistics,
@@ -18,8 +19,6 @@ from oscarkv.calibration.statistics import (
     pair_blocks,
     sample_positions,
 )
-from oscarkv.codec import RowCodec
-from oscarkv.codec.parameters import bases
 from oscarkv.errors import CalibrationError
 from oscarkv.linalg import hadamard
 from oscarkv.methods import get_transform, needs
@@ -240,12 +239,5 @@ def _round_trip_errors(
     call: AttentionCall, layer: LayerTransforms, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
     """What encoding loses of every key and value, [H, T, d] in the model's own basis."""
-    dim, (key_base, value_base) = call.k.shape[-1], bases(layer.exponents)[..., None]
-    keys = (call.k.float() - layer.key_mean[:, None]) @ layer.key
-    codec = RowCodec.for_keys(recipe, dim)
-    decoded = codec.decode(*codec.encode(keys, key_base, layer.metric), key_base)
-    key_error = (decoded - keys) @ layer.query.mT
-    values = (call.v.float() - layer.value_mean[:, None]) @ layer.value
-    codec = RowCodec.for_values(recipe, dim)
-    decoded = codec.decode(*codec.encode(values, value_base), value_base)
-    return key_error, (decoded - values) @ layer.value_inverse
+    keys, values = call.k.float(), call.v.float()
+    return keys_as_read(keys, layer, recipe) - keys, values_as_read(values, layer, recipe) - values

@@ -13,8 +13,10 @@ from oscarkv.cli.console import progress_bar, results, warn
 from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
-    from oscarkv.artifact import Artifact
+    from oscarkv.evaluation.checkpoint import Checkpoint
     from oscarkv.evaluation.fidelity import Fidelity
+    from oscarkv.evaluation.subjects import Subject
+    from oscarkv.methods.simulation import Simulation
     from oscarkv.recipe import Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Measure artifacts and recipes.")
@@ -63,6 +65,26 @@ def fidelity(
             "within themselves.",
         ),
     ] = True,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTH:WINDOWS,...",
+            help="Other lengths to measure as well, for instance 8192:4,16384:2,32768:1.",
+        ),
+    ] = "",
+    sensitivity: Annotated[
+        str,
+        typer.Option(
+            metavar="PARTS",
+            help="Where the error comes from: sides (keys, values), layers, heads, or several, "
+            "comma-separated. Each part is rounded by itself.",
+        ),
+    ] = "",
+    part_windows: Annotated[int, typer.Option(min=1, help="Windows for --sensitivity.")] = 2,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep finished work here, and go on from what is there."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here.")
     ] = None,
@@ -73,6 +95,8 @@ def fidelity(
     """Compare predictions with a packed cache to those with a full-precision cache.
 
     KL divergence, agreement of the most likely token, and perplexity, on the same windows for all.
+    Published methods that the packed format cannot hold (kivi-2bit, kvquant-3bit, rotatekv-2bit,
+    turboquant-3bit) are simulated; NAME-alone keeps only the tokens exact that its paper keeps.
 
     Example: oscarkv eval fidelity smollm2 --text eval.txt --recipes balanced,paper
     --calibration-text train.txt --json out.json
@@ -84,50 +108,80 @@ def fidelity(
     if not artifact and not recipes:
         raise OscarError("nothing to measure: give --artifact, --recipes or both")
     wanted = _recipes(recipes, bool(calibration_text))
+    sizes = [(length, windows), *_lengths(lengths)]
+    parts = _parts(sensitivity)
     options.require_backend(backend)
 
     from oscarkv.artifact import load_artifact
+    from oscarkv.evaluation.checkpoint import Checkpoint
     from oscarkv.evaluation.fidelity import evaluation_windows, measure_fidelity
+    from oscarkv.evaluation.prepare import prepare
+    from oscarkv.evaluation.subjects import Packed
     from oscarkv.integrations.transformers.cache import choose_backend
     from oscarkv.integrations.transformers.geometry import describe
     from oscarkv.integrations.transformers.text import read_texts, text_sha256
 
-    artifacts: dict[str, Artifact] = {}
+    names = {each.name for each in wanted}
+    subjects: dict[str, Subject] = {}
     for path in artifact or []:
         found = load_artifact(path)
-        artifacts[_free_name(found.recipe.name, path.stem, {*artifacts, *_names(wanted)})] = found
+        name = _free_name(found.recipe.name, path.stem, {*subjects, *names})
+        subjects[name] = Packed(found, strict, backend)
     texts, calibration_texts = read_texts(text), read_texts(calibration_text or [])
     loaded, tokenizer = options.load(model, device, dtype)
     choose_backend(backend, loaded.device)  # refuse before calibrating
     identity = describe(loaded).identity
-    for found in artifacts.values():
-        found.model.require_match(identity)
-    evaluation_windows(loaded, tokenizer, texts, length, windows)
-    if wanted:
-        artifacts |= _calibrate(
-            loaded, tokenizer, calibration_texts, wanted, tokens, calibration_length
-        )
-    if any(a.calibration.get("text_sha256") == text_sha256(texts) for a in artifacts.values()):
-        warn("calibrated and measured on the same text, which flatters the result")
-    with progress_bar("measuring") as progress:
-        result = measure_fidelity(
+    for subject in subjects.values():
+        if isinstance(subject, Packed):
+            subject.artifact.model.require_match(identity)
+    for each_length, each_windows in sizes:
+        evaluation_windows(loaded, tokenizer, texts, each_length, each_windows)
+    checkpoint = Checkpoint(resume)
+    with progress_bar("calibrating") as progress:
+        subjects |= prepare(
             loaded,
             tokenizer,
-            texts,
-            artifacts,
-            length=length,
-            windows=windows,
+            wanted,
+            calibration_texts,
+            tokens=tokens,
+            length=calibration_length,
             strict=strict,
             backend=backend,
+            keep=resume,
             progress=progress,
+        )
+    artifacts = [s.artifact for s in subjects.values() if isinstance(s, Packed)]
+    if any(a.calibration.get("text_sha256") == text_sha256(texts) for a in artifacts):
+        warn("calibrated and measured on the same text, which flatters the result")
+    measured = []
+    for each_length, each_windows in sizes:
+        with progress_bar(f"measuring at {each_length}") as progress:
+            measured.append(
+                measure_fidelity(
+                    loaded,
+                    tokenizer,
+                    texts,
+                    subjects,
+                    length=each_length,
+                    windows=each_windows,
+                    strict=strict,
+                    backend=backend,
+                    progress=progress,
+                    checkpoint=checkpoint,
+                )
+            )
+    result, *result.longer = measured
+    if parts:
+        name, subject = next(iter(subjects.items()))
+        result.sensitivity[name] = _sensitivity(
+            loaded, tokenizer, texts, subject, parts, length, part_windows, checkpoint
         )
     if json_file is not None:
         result.save(json_file)
-    results.print(fidelity_table(result))
-
-
-def _names(recipes: Sequence[Recipe]) -> set[str]:
-    return {recipe.name for recipe in recipes}
+    for each in (result, *result.longer):
+        results.print(fidelity_table(each))
+    if parts:
+        results.print(sensitivity_table(name, result.sensitivity[name]))
 
 
 def _free_name(name: str, stem: str, taken: set[str]) -> str:
@@ -138,43 +192,90 @@ def _free_name(name: str, stem: str, taken: set[str]) -> str:
     raise OscarError(f"two artifacts are both called {stem}; rename one file")
 
 
-def _recipes(listed: str, has_text: bool) -> list[Recipe]:
-    """The named recipes; refuses those that need text when there is none."""
-    from oscarkv.methods import needs
+def _recipes(listed: str, has_text: bool) -> list[Recipe | Simulation]:
+    """The named recipes and methods; refuses those that need text when there is none."""
+    from oscarkv.methods import named, needs
     from oscarkv.recipe import Recipe
 
     names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
-    found = [Recipe.named(name) for name in names]
+    found = [named(name) for name in names]
     if not has_text:
-        for recipe in found:
-            if needs(recipe):
+        for each in found:
+            if needs(each) if isinstance(each, Recipe) else each.needs:
                 raise OscarError(
-                    f"recipe {recipe.name!r} is fitted to text; give some with --calibration-text"
+                    f"recipe {each.name!r} is fitted to text; give some with --calibration-text"
                 )
     return found
 
 
-def _calibrate(
+def _lengths(listed: str) -> list[tuple[int, int]]:
+    try:
+        pairs = [part.split(":") for part in listed.split(",") if part.strip()]
+        return [(int(length), int(windows)) for length, windows in pairs]
+    except ValueError:
+        raise OscarError(
+            f"--lengths {listed}: write LENGTH:WINDOWS, for instance 8192:4,16384:2"
+        ) from None
+
+
+def _parts(listed: str) -> list[str]:
+    from oscarkv.evaluation.sensitivity import PARTS
+
+    parts = [part.strip() for part in listed.split(",") if part.strip()]
+    for part in parts:
+        if part not in PARTS:
+            raise OscarError(f"--sensitivity {part}: choose from {', '.join(PARTS)}")
+    return parts
+
+
+def _sensitivity(
     model: Any,
     tokenizer: Any,
     texts: Sequence[str],
-    recipes: Sequence[Recipe],
-    tokens: int,
-    length: int | None,
-) -> dict[str, Artifact]:
-    from oscarkv.integrations.transformers.calibrate import calibrate_many
+    subject: Subject,
+    parts: Sequence[str],
+    length: int,
+    windows: int,
+    checkpoint: Checkpoint,
+) -> dict[str, Any]:
+    from oscarkv.evaluation.sensitivity import measure_sensitivity
+    from oscarkv.evaluation.subjects import Packed, Simulated, simulate_artifact
 
-    with progress_bar("calibrating") as progress:
-        fitted = calibrate_many(
+    if isinstance(subject, Packed):
+        subject = simulate_artifact(subject.artifact, model.device)
+    assert isinstance(subject, Simulated)
+    with progress_bar("measuring parts") as progress:
+        found = measure_sensitivity(
             model,
             tokenizer,
             texts,
-            recipes=recipes,
-            tokens=tokens,
+            subject,
+            parts=parts,
             length=length,
+            windows=windows,
+            checkpoint=checkpoint,
             progress=progress,
         )
-    return {recipe.name: artifact for recipe, artifact in zip(recipes, fitted, strict=True)}
+    return found.to_json()
+
+
+def sensitivity_table(name: str, found: dict[str, Any]) -> Any:
+    """The parts that cost most."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=f"{name}: KL with one part rounded, the rest exact",
+        caption="The twenty parts that cost most; --json has all of them",
+    )
+    for heading in ("part", "layer", "KV head"):
+        table.add_column(heading)
+    table.add_column("KL", justify="right")
+    for part in sorted(found["parts"], key=lambda part: -part["kl"])[:20]:
+        layer, head = ("all" if part[k] is None else str(part[k]) for k in ("layer", "head"))
+        table.add_row(part["sides"], layer, head, f"{part['kl']:.5f}")
+    return table
 
 
 def fidelity_table(result: Fidelity) -> Any:

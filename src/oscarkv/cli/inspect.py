@@ -64,8 +64,10 @@ def _layers(summary: ArtifactSummary) -> Table:
     from rich.table import Table
 
     table = Table(caption="Energy: of the stored keys, by principal axis. Errors: relative.")
+    mixed = len({(layer.key_bits, layer.value_bits) for layer in summary.layers}) > 1
     for heading in (
         "layer",
+        *(["bits K, V"] if mixed else []),
         "top 1",
         "top 8",
         "eff. rank",
@@ -78,6 +80,7 @@ def _layers(summary: ArtifactSummary) -> Table:
     for layer in summary.layers:
         table.add_row(
             str(layer.layer),
+            *([f"{layer.key_bits}, {layer.value_bits}"] if mixed else []),
             _figure(layer.top1, ".1%"),
             _figure(layer.top8, ".1%"),
             _figure(layer.effective_rank, ".1f"),

@@ -1,7 +1,8 @@
 """One method, one small file: its presets, and how it fits a transform from statistics.
 
 To add a method, add a file here that defines `PRESETS` (a tuple of Recipe) and, for a new kind of
-transform, a function decorated with `@transform("name")`. Nothing else needs to know.
+transform, a function decorated with `@transform("name")`. Nothing else needs to know. A method that
+does not fit the packed format defines `SIMULATIONS` instead (see `simulation.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from oscarkv.calibration.statistics import LayerStatistics
     from oscarkv.methods.common import Side
+    from oscarkv.methods.simulation import Simulation
 
     Fit = Callable[[LayerStatistics, Side, Recipe], Tensor]
 
@@ -46,22 +48,45 @@ def transform(name: str, needs: tuple[str, ...] = ()) -> Callable[[Fit], Fit]:
 
 
 @lru_cache(maxsize=1)
-def _load() -> dict[str, Recipe]:
+def _load() -> tuple[dict[str, Recipe], dict[str, Simulation]]:
     found: dict[str, Recipe] = {}
+    simulated: dict[str, Simulation] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for preset in getattr(module, "PRESETS", ()):
             found[preset.name] = preset
+        for method in getattr(module, "SIMULATIONS", ()):
+            simulated[method.name] = method
     for preset in found.values():
         for name in (preset.key_transform, preset.value_transform):
             if name not in _TRANSFORMS:
                 raise RecipeError(f"preset {preset.name!r} names an unknown transform {name!r}")
-    return found
+    return found, simulated
 
 
 def presets() -> dict[str, Recipe]:
     """All named recipes."""
-    return dict(_load())
+    return dict(_load()[0])
+
+
+def simulations() -> dict[str, Simulation]:
+    """All methods that can be measured, but not packed."""
+    return dict(_load()[1])
+
+
+#: Names with this ending keep only the tokens exact that the method's own paper keeps.
+ALONE = "-alone"
+
+
+def named(name: str) -> Recipe | Simulation:
+    """A recipe or a simulated method, for measurements; `NAME-alone` has no windows of ours."""
+    base = name.removesuffix(ALONE)
+    if base in simulations():
+        method = simulations()[base]
+        return method.alone() if base != name else method
+    if base == name or name in presets():
+        return Recipe.named(name)
+    return Recipe.named(base).replace(name=name, sink=0, recent=1)
 
 
 def get_transform(name: str) -> _Transform:

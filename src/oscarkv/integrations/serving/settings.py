@@ -37,6 +37,11 @@ class Settings:
 
     @property
     def recipe(self) -> Recipe:
+        if self.loaded.mixed:
+            raise OscarError(
+                f"{self.artifact}: its layers have different bits (oscarkv tune), and an engine's "
+                "pages are all of one size; use an artifact of oscarkv calibrate here"
+            )
         windows = {"sink": self.sink, "recent": self.recent}
         changed = {name: value for name, value in windows.items() if value is not None}
         return self.loaded.recipe.replace(**changed)

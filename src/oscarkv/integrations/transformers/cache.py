@@ -72,7 +72,7 @@ class OscarCache(Cache):  # type: ignore[misc]
                 self,
                 make_layer(
                     transforms,
-                    self.recipe,
+                    artifact.layer_recipe(index),
                     page_size,
                     dtype,
                     model.device,

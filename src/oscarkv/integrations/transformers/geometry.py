@@ -123,12 +123,30 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     }
 
 
-def rope_turns(model: Any, layer: int, head_dim: int, offsets: Tensor) -> Tensor | None:
-    """How moving by each offset turns a row vector: fp64 [n, d, d], or None without RoPE.
+@dataclass(frozen=True)
+class Rope:
+    """How one layer turns row vectors at some positions, asked of the model itself: its own
+    frequencies, scaling, layout and partial rotation. YaRN's stretching is taken out."""
 
-    Asked of the model itself (its own frequencies, scaling, layout and partial rotation), by
-    turning the identity matrix.
-    """
+    apply: Any  # the model's apply_rotary_pos_emb
+    cos: Tensor  # fp64 [1, n, rotary]
+    sin: Tensor
+
+    def turn(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Rows [m, n, d] of the n positions, turned, or turned back."""
+        cos, sin = self.cos.to(rows.dtype), (-self.sin if back else self.sin).to(rows.dtype)
+        whole = rows[None]
+        try:
+            turned, _ = self.apply(whole, whole, cos, sin)
+            return turned[0]
+        except RuntimeError:  # the model slices off its rotary dimensions before the call
+            rotary = self.cos.shape[-1]
+            turned, _ = self.apply(whole[..., :rotary], whole[..., :rotary], cos, sin)
+            return torch.cat([turned[0], rows[..., rotary:]], -1)
+
+
+def rope_at(model: Any, layer: int, positions: Tensor) -> Rope | None:
+    """A layer's RoPE at positions from 0 on; None without RoPE."""
     module = attention_modules(model).get(layer)
     apply = getattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb", None)
     rotary = getattr(model.base_model, "rotary_emb", None) or getattr(module, "rotary_emb", None)
@@ -138,28 +156,24 @@ def rope_turns(model: Any, layer: int, head_dim: int, offsets: Tensor) -> Tensor
         return None
     device = next(model.parameters()).device
     probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
-    arguments: dict[str, Any] = {"position_ids": offsets[None].to(device)}
+    arguments: dict[str, Any] = {"position_ids": positions[None].to(device)}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         arguments["layer_type"] = getattr(module, "layer_type", FULL)
     cos, sin = rotary(probe, **arguments)
     if not _turns_keys(model, module, cos, sin):
         return None
     scaling = cos[0, 0].abs().max().clamp_min(1e-6)  # YaRN stretches as it turns
-    cos, sin = cos.double() / scaling, sin.double() / scaling
+    return Rope(apply, cos.double() / scaling, sin.double() / scaling)
 
-    def turn(dim: int) -> Tensor:
-        basis = torch.eye(dim, dtype=torch.float64, device=device)
-        basis = basis[None, :, None].expand(1, dim, len(offsets), dim)  # rows as heads
-        turned, _ = apply(basis, basis, cos, sin)
-        return turned[0].transpose(0, 1)
 
-    try:
-        turns = turn(head_dim)
-    except RuntimeError:  # the model slices off its rotary dimensions before the call
-        rotary_dim = cos.shape[-1]
-        turns = torch.eye(head_dim, dtype=torch.float64, device=device).repeat(len(offsets), 1, 1)
-        turns[:, :rotary_dim, :rotary_dim] = turn(rotary_dim)
-    if offsets[0] == 0 and not torch.allclose(turns[0], torch.eye(head_dim).to(turns), atol=1e-6):
+def rope_turns(model: Any, layer: int, head_dim: int, offsets: Tensor) -> Tensor | None:
+    """How moving by each offset turns a row vector: fp64 [n, d, d], or None without RoPE."""
+    rope = rope_at(model, layer, offsets)
+    if rope is None:
+        return None
+    eye = torch.eye(head_dim, dtype=torch.float64, device=rope.cos.device)
+    turns = rope.turn(eye[:, None].expand(head_dim, len(offsets), head_dim)).transpose(0, 1)
+    if offsets[0] == 0 and not torch.allclose(turns[0], eye, atol=1e-6):
         return None
     return turns
 

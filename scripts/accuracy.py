@@ -1,0 +1,522 @@
+"""Every accuracy figure of docs/accuracy.md for one model: writes as it goes, and can be resumed.
+
+    python scripts/accuracy.py MODEL --plan gpu --texts DIR --json docs/results/accuracy-qwen.json
+
+The directory holds plain text: `wiki-calibration.txt` to calibrate on; `wiki.txt`, `botchan.txt`,
+`essays.txt` to measure on; `long.txt` for windows of 16K and more; `prose.txt`, `code.txt` and
+`chat.txt`, to calibrate on in turn. `scripts/accuracy_texts.py` makes it.
+
+Finished windows and artifacts are kept beside the JSON, in OUT.parts; run the same command again to
+go on. `--budget` stops cleanly after so many seconds. Sections come in order of importance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscarkv import load_model
+from oscarkv.artifact import Artifact
+from oscarkv.artifact.files import library_version, write_atomically
+from oscarkv.calibration.statistics import LayerStatistics
+from oscarkv.evaluation.checkpoint import Checkpoint
+from oscarkv.evaluation.fidelity import Fidelity, measure_fidelity
+from oscarkv.evaluation.prepare import fit_artifacts, fit_methods
+from oscarkv.evaluation.sensitivity import measure_sensitivity
+from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
+from oscarkv.evaluation.tune import tune
+from oscarkv.integrations.transformers import calibrate as calibration
+from oscarkv.linalg import geometric_mean, hadamard, spd_power, unit_trace
+from oscarkv.methods import named, needs, presets, simulations, transform
+from oscarkv.methods.balanced import centred_keys
+from oscarkv.methods.simulation import Simulation
+from oscarkv.recipe import Recipe
+
+BALANCED, COMPACT, PAPER = (Recipe.named(n) for n in ("balanced", "compact", "paper"))
+
+#: In the table of methods, in this order; the others of `presets()` follow.
+PACKED = ("balanced", "compact", "paper", "paper-softmax", "paper-per-head", "quarot-int2")
+PACKED_REST = ("naive-int2", "saw-int4", "bf16")
+
+
+# -- what is tried -------------------------------------------------------------------------------
+
+
+def paper_ablation(dim: int) -> dict[str, Recipe]:
+    """The paper's rotations, at the group size where its permutation is not a no-op."""
+    base = PAPER.replace(group_size=dim // 2)
+    found: dict[str, Recipe] = {}
+    for centre in (False, True):
+        mark = ", mean removed" if centre else ""
+        for composition in ("UHP", "UH", "H", "U"):
+            changes = {"composition": composition, "center": centre}
+            found[f"{composition}{mark}"] = base.replace(name=composition, **changes)
+        plain = {"key_transform": "identity", "value_transform": "identity", "center": centre}
+        found[f"none{mark}"] = base.replace(name="none", **plain)
+        found[f"UHP, key target{mark}"] = base.replace(
+            name="UHP-keys", key_target="keys", value_target="values", center=centre
+        )
+    return found
+
+
+def _mild(power: float) -> Callable[[LayerStatistics, str, Recipe], Tensor]:
+    def fit(statistics: LayerStatistics, side: str, recipe: Recipe) -> Tensor:
+        c = unit_trace(centred_keys(statistics), recipe.ridge)
+        m = unit_trace(statistics.read_queries.second_moment, recipe.ridge)
+        root = spd_power(geometric_mean(torch.linalg.inv(c), m), power / 2)
+        _, basis = torch.linalg.eigh(root @ c @ root)
+        return root @ basis @ hadamard(c.shape[-1]).to(c.device)
+
+    return fit
+
+
+for _power in (0.5, 0.75, 1.25):
+    transform(f"balanced-{_power}", needs=("moments", "pairs"))(_mild(_power))
+
+
+def parts_of_balanced() -> dict[str, Recipe]:
+    """One thing changed at a time."""
+    plain = {"key_gain": 0.0, "value_gain": 0.0}
+    return {
+        "balanced": BALANCED,
+        "keys not turned to queries (Hadamard)": BALANCED.replace(key_transform="hadamard"),
+        "no transform at all": BALANCED.replace(
+            key_transform="identity", value_transform="identity"
+        ),
+        "positions not averaged": BALANCED.replace(average_positions=False),
+        "means kept in (Hadamard)": BALANCED.replace(
+            key_transform="hadamard", center=False, key_gain=0.0, value_gain=0.0
+        ),
+        "without the gain": BALANCED.replace(**plain),
+        "gain 0.5 / 0.5": BALANCED.replace(key_gain=0.5, value_gain=0.5),
+        "gain 1 / 1": BALANCED.replace(key_gain=1.0, value_gain=1.0),
+        "min/max instead of least squares": BALANCED.replace(fit="minmax", **plain),
+        "min/max clipped at .92": BALANCED.replace(
+            fit="minmax", key_clip=0.92, value_clip=0.92, **plain
+        ),
+        "16-bit parameters": BALANCED.replace(parameters="fp16"),
+        "8-bit parameters": BALANCED.replace(parameters="log8"),
+        "compact (symmetric, 8 bits)": COMPACT,
+        "metric rounding": BALANCED.replace(metric_rounding=True),
+        "compact, metric rounding": COMPACT.replace(metric_rounding=True),
+        "milder transform, power 0.5": BALANCED.replace(key_transform="balanced-0.5"),
+        "milder transform, power 0.75": BALANCED.replace(key_transform="balanced-0.75"),
+        "stronger transform, power 1.25": BALANCED.replace(key_transform="balanced-1.25"),
+        "ridge 1e-3": BALANCED.replace(ridge=1e-3),
+        "ridge 1e-5": BALANCED.replace(ridge=1e-5),
+        "groups of half a head": BALANCED.replace(group_size=32),  # set to d / 2 below
+    }
+
+
+#: Sink and recent, with the transforms of `balanced`.
+WINDOWS = ((64, 64), (64, 128), (64, 512), (0, 256), (4, 256), (16, 256), (128, 256))
+
+
+def evenly(length: int, target: int) -> Tensor:
+    return torch.linspace(0, target - length, 32).round().long()
+
+
+def half_at_start(length: int, target: int) -> Tensor:
+    offsets = evenly(length, target)
+    return torch.cat([torch.zeros_like(offsets), offsets])
+
+
+MIXTURES = {"evenly up to the target": evenly, "half at the start": half_at_start}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured: LENGTH x windows for each section."""
+
+    dtype: str = "float32"
+    tokens: int = 30000
+    length: int | None = None  # of calibration sequences
+    methods: tuple[int, int] = (4096, 16)
+    alone: tuple[int, int] = (4096, 8)
+    ablation: tuple[int, int] = (4096, 8)
+    parts: tuple[int, int] = (4096, 8)
+    robustness: tuple[int, int] = (4096, 8)
+    split: tuple[int, int] = (4096, 2)
+    heads: tuple[int, int] | None = None
+    lengths: tuple[tuple[int, int], ...] = ((8192, 4), (16384, 4), (32768, 2))
+    long_recipes: tuple[str, ...] = ("balanced", "compact", "paper", "kivi-2bit")
+    calibrations: tuple[tuple[str, int, int | None], ...] = (
+        ("wiki-calibration", 30000, None),
+        ("prose", 30000, None),
+        ("code", 30000, None),
+        ("chat", 30000, None),
+        ("wiki-calibration", 4096, 2048),
+        ("wiki-calibration", 4096, None),
+    )
+    sections: tuple[str, ...] = (
+        "methods",
+        "lengths",
+        "ablation",
+        "robustness",
+        "split",
+        "tuned",
+        "parts",
+        "alone",
+        "windows",
+        "positions",
+    )
+
+
+PLANS = {
+    "gpu": Plan(),
+    # SmolLM2 on two cores, in an hour or two: its context ends at 8,192.
+    "cpu": Plan(
+        methods=(4096, 4),
+        alone=(4096, 2),
+        ablation=(4096, 2),
+        parts=(4096, 2),
+        robustness=(4096, 2),
+        split=(2048, 1),
+        lengths=((8192, 2),),
+    ),
+    # Minutes, for CI: one window of everything that needs no long text.
+    "ci": Plan(
+        tokens=4096,
+        length=1024,
+        methods=(1024, 1),
+        ablation=(1024, 1),
+        lengths=(),
+        sections=("methods", "ablation"),
+    ),
+    "tiny": Plan(
+        tokens=1500,
+        length=500,
+        methods=(640, 2),
+        alone=(640, 1),
+        ablation=(640, 1),
+        parts=(640, 1),
+        robustness=(640, 1),
+        split=(640, 1),
+        heads=(640, 1),
+        lengths=((768, 1),),
+        calibrations=(("wiki-calibration", 1500, 500), ("code", 1500, 500)),
+    ),
+}
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
+class OutOfTime(Exception):
+    pass
+
+
+@dataclass
+class Lab:
+    model: Any
+    tokenizer: Any
+    texts: Path
+    out: Path
+    plan: Plan
+    deadline: float
+    backend: str  # of the packed cache, in which the table of methods is measured; "": simulate
+    results: dict[str, Any] = field(default_factory=dict)
+    references: dict[str, Tensor] = field(default_factory=dict)
+    references_of: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.parts = self.out.with_suffix(".parts")
+        self.done = Checkpoint(self.parts)
+        self.heads = self.model.config.get_text_config().num_key_value_heads
+        self.started = time.time()
+
+    def text(self, *names: str) -> list[str]:
+        return [(self.texts / f"{name}.txt").read_text(encoding="utf-8") for name in names]
+
+    def fit(self, recipes: Mapping[str, Recipe], name: str = "wiki-calibration") -> dict[str, Any]:
+        found = fit_artifacts(
+            self.model,
+            self.tokenizer,
+            self.text(name),
+            recipes,
+            tokens=self.plan.tokens,
+            length=self.plan.length,
+            keep=self.parts,
+            progress=self._progress,
+        )
+        self.say(f"fitted {len(found)} recipes")
+        return found
+
+    def subject(self, artifact: Artifact, backend: str = "") -> Subject:
+        if backend or artifact.recipe.exact:
+            return Packed(artifact, backend=backend or "torch")
+        return simulate_artifact(artifact, self.model.device)
+
+    def measure(
+        self, section: str, subjects: Mapping[str, Subject], size: tuple[int, int], *texts: str
+    ) -> Fidelity:
+        """Measure one recipe after the other, so that what is done is in the file; the last pass
+        puts them together from the checkpoint."""
+        length, windows = size
+        found: Fidelity | None = None
+        texts = texts or ("wiki", "botchan", "essays")
+        arguments: dict[str, Any] = {"length": length, "windows": windows, "checkpoint": self.done}
+        known: dict[str, Subject] = {}
+        if self.references_of != size:  # of one length at a time: they take memory
+            self.references.clear()
+            self.references_of = size
+        for name, subject in subjects.items():
+            known[name] = subject
+            found = measure_fidelity(
+                self.model,
+                self.tokenizer,
+                self.text(*texts),
+                known,
+                progress=self._progress,
+                references=self.references,
+                **arguments,
+            )
+            self.results[section] = _plain(found)
+            self.save()
+            score = found.recipes[name]
+            self.say(f"{section}: {name:40} {score.bits_128k:.3f} {score.kl:.5f} {score.top1:.4f}")
+        assert found is not None
+        return found
+
+    def _progress(self, *_: Any) -> None:
+        if time.time() > self.deadline:
+            raise OutOfTime
+
+    def say(self, what: str) -> None:
+        print(f"{time.time() - self.started:7.1f} s  {what}", flush=True)
+
+    def save(self) -> None:
+        text = json.dumps(self.results, indent=1, allow_nan=False) + "\n"
+        write_atomically(self.out, lambda part: _write(part, text))
+
+    # -- sections ----------------------------------------------------------------------------
+
+    def methods(self) -> None:
+        names = [*PACKED, *PACKED_REST]
+        if self.dim() % 64 or self.dim() <= 64:
+            names.remove("paper-softmax")  # its groups of 64 are the head
+        artifacts = self.fit({name: Recipe.named(name) for name in names})
+        subjects = {n: self.subject(a, self.backend) for n, a in artifacts.items()}
+        simulated = fit_methods(
+            self.model, self.tokenizer, self.text("wiki-calibration"), list(simulations().values())
+        )
+        self.measure("methods", subjects | simulated, self.plan.methods)
+
+    def alone(self) -> None:
+        """Without our windows: the methods' own, or none."""
+        wanted = [named(f"{name}-alone") for name in (*presets(), *simulations())]
+        recipes = {
+            r.name: r for r in wanted if isinstance(r, Recipe) and not needs(r) and not r.exact
+        }
+        methods = [m for m in wanted if isinstance(m, Simulation)]
+        fitted = {n: self.subject(a) for n, a in self.fit(recipes).items()}
+        texts = self.text("wiki-calibration")
+        simulated = fit_methods(self.model, self.tokenizer, texts, methods)
+        self.measure("alone", fitted | simulated, self.plan.alone)
+
+    def lengths(self) -> None:
+        names = list(self.plan.long_recipes)
+        artifacts = self.fit({n: Recipe.named(n) for n in names if n in presets()})
+        methods = [simulations()[n] for n in names if n in simulations()]
+        simulated = fit_methods(self.model, self.tokenizer, self.text("wiki-calibration"), methods)
+        subjects = {n: self.subject(a) for n, a in artifacts.items()} | simulated
+        context = self.model.config.get_text_config().max_position_embeddings
+        for length, windows in self.plan.lengths:
+            if length <= context:
+                self.measure(f"length-{length}", subjects, (length, windows), "long")
+
+    def ablation(self) -> None:
+        """The paper's ordering: U·H·P over U·H over H over none, queries over keys."""
+        fitted = self.fit(paper_ablation(self.dim()))
+        subjects = {n: self.subject(a) for n, a in fitted.items()}
+        self.measure("ablation", subjects, self.plan.ablation)
+
+    def robustness(self) -> None:
+        """The default recipe, calibrated on other text and on less of it."""
+        subjects = {}
+        for text, tokens, length in self.plan.calibrations:
+            lab = dataclasses.replace(self.plan, tokens=tokens, length=length or self.plan.length)
+            before, self.plan = self.plan, lab
+            name = f"{text}, {tokens} tokens" + (f" in sequences of {length}" if length else "")
+            try:
+                subjects[name] = self.subject(self.fit({"balanced": BALANCED}, text)["balanced"])
+            finally:
+                self.plan = before
+        self.measure("robustness", subjects, self.plan.robustness)
+
+    def split(self) -> None:
+        """Keys and values apart, layer by layer (and head by head)."""
+        artifact = self.fit({"balanced": BALANCED})["balanced"]
+        length, windows = self.plan.split
+        parts = ["sides", "layers"] + (["heads"] if self.plan.heads else [])
+        found = measure_sensitivity(
+            self.model,
+            self.tokenizer,
+            self.text("wiki", "botchan", "essays"),
+            simulate_artifact(artifact, self.model.device),
+            parts=parts,
+            length=length,
+            windows=windows,
+            checkpoint=self.done,
+            progress=self._progress,
+        )
+        self.results["split"] = _plain(found)
+        self.save()
+        self.say(f"split: keys {found.of(sides='keys'):.5f}, values {found.of(sides='values'):.5f}")
+
+    def tuned(self) -> None:
+        """Bits by layer: what the same memory buys when it goes where it helps."""
+        length, windows = self.plan.split
+        subjects: dict[str, Subject] = {}
+        fitted = self.fit({"balanced": BALANCED, "compact": COMPACT})
+        subjects |= {name: self.subject(artifact) for name, artifact in fitted.items()}
+        self.results["tuned-bits"] = {}
+        for budget in (2.2, 2.3, 2.5):
+            if fitted["compact"].bits() > budget:
+                continue
+            found = tune(
+                self.model,
+                self.tokenizer,
+                self.text("wiki-calibration"),
+                budget,
+                recipe=COMPACT,
+                tokens=self.plan.tokens,
+                calibration_length=self.plan.length,
+                length=length,
+                windows=windows,
+                keep=self.parts,
+                progress=self._progress,
+            )
+            subjects[f"compact tuned to {budget} bits"] = self.subject(found.artifact)
+            self.results["tuned-bits"][str(budget)] = {
+                str(layer): list(bits) for layer, bits in sorted(found.artifact.layer_bits.items())
+            }
+            self.say(f"tuned to {budget}: predicted {found.predicted_kl:.5f}")
+        self.measure("tuned", subjects, self.plan.parts)
+
+    def parts_section(self) -> None:
+        """What each part of `balanced` buys."""
+        recipes = parts_of_balanced()
+        half = recipes.pop("groups of half a head").replace(group_size=self.dim() // 2)
+        recipes["groups of half a head"] = half
+        subjects = {n: self.subject(a) for n, a in self.fit(recipes).items()}
+        self.measure("parts", subjects, self.plan.parts)
+
+    def windows(self) -> None:
+        artifact = self.fit({"balanced": BALANCED})["balanced"]
+        subjects = {}
+        for sink, recent in ((64, 256), *WINDOWS):
+            recipe = artifact.recipe.replace(sink=sink, recent=recent)
+            changed = dataclasses.replace(artifact, recipe=recipe)
+            subjects[f"sink {sink}, recent {recent}"] = self.subject(changed)
+        self.measure("windows", subjects, self.plan.parts)
+
+    def positions(self) -> None:
+        """Other mixtures of positions, at the short and at the longest length."""
+        library = calibration.position_offsets
+        artifacts = self.fit({"by context length": BALANCED})
+        for name, offsets in MIXTURES.items():
+            calibration.position_offsets = offsets
+            try:  # the name is part of what is kept
+                recipe = BALANCED.replace(name=f"balanced, {name}")
+                artifacts |= self.fit({name: recipe})
+            finally:
+                calibration.position_offsets = library
+        artifacts |= self.fit({"not averaged": BALANCED.replace(average_positions=False)})
+        subjects = {n: self.subject(a) for n, a in artifacts.items()}
+        self.measure("positions", subjects, self.plan.parts)
+        for length, windows in self.plan.lengths[:1]:
+            self.measure(f"positions-{length}", subjects, (length, windows), "long")
+
+    def dim(self) -> int:
+        config = self.model.config.get_text_config()
+        found = getattr(config, "head_dim", None)
+        return int(found or config.hidden_size // config.num_attention_heads)
+
+
+def _plain(found: Any) -> Any:
+    """JSON has no NaN: what is unknown is null."""
+    value = dataclasses.asdict(found) if dataclasses.is_dataclass(found) else found
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="as oscarkv's commands take it: a directory, a .gguf file")
+    parser.add_argument("--plan", choices=sorted(PLANS), default="cpu")
+    parser.add_argument("--texts", type=Path, required=True, help="directory of text files")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--sections", default="", help="only these, comma-separated")
+    parser.add_argument("--budget", type=float, default=math.inf, help="stop after seconds")
+    parser.add_argument(
+        "--backend",
+        default="torch",
+        help="of the packed cache that the table of methods is measured in; '' simulates it, as "
+        "the other sections do: the same figures, sooner",
+    )
+    parser.add_argument("--device")
+    arguments = parser.parse_args()
+    plan = PLANS[arguments.plan]
+    logging.getLogger("oscarkv").setLevel(logging.ERROR)
+    deadline = time.time() + arguments.budget
+    model, tokenizer = load_model(arguments.model, dtype=plan.dtype, device=arguments.device)
+    lab = Lab(
+        model,
+        tokenizer,
+        arguments.texts,
+        arguments.json,
+        plan,
+        deadline,
+        arguments.backend,
+    )
+    if arguments.json.exists():
+        lab.results = json.loads(arguments.json.read_text())
+    cuda = torch.cuda.is_available()
+    lab.results["about"] = {
+        "model": model.oscarkv_name,
+        "plan": arguments.plan,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "oscarkv": library_version(),
+        "dtype": plan.dtype,
+        "texts_sha256": {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(arguments.texts.glob("*.txt"))
+        },
+    }
+    lab.say(f"loaded {model.oscarkv_name} on {model.device}")
+    wanted = arguments.sections.split(",") if arguments.sections else plan.sections
+    try:
+        for section in wanted:
+            run = lab.parts_section if section == "parts" else getattr(lab, section)
+            run()
+            lab.results.setdefault("seconds", {})[section] = round(time.time() - lab.started, 1)
+            lab.save()
+            lab.say(f"{section} done")
+    except OutOfTime:
+        lab.say("out of time; run the same command again to go on")
+
+
+if __name__ == "__main__":
+    main()
