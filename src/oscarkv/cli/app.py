@@ -8,7 +8,18 @@ import typer
 from typer.core import TyperGroup
 
 from oscarkv import __version__
-from oscarkv.cli import bench, calibrate, demo, doctor, evaluate, generate, inspect, vllm, zoo
+from oscarkv.cli import (
+    bench,
+    calibrate,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    tasks,
+    vllm,
+    zoo,
+)
 from oscarkv.cli.console import errors
 from oscarkv.errors import OscarError
 
@@ -49,6 +60,7 @@ app = typer.Typer(
 app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
+evaluate.app.command("tasks")(tasks.tasks)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
