@@ -16,6 +16,7 @@ from oscarkv.cli import (
     evaluate,
     generate,
     inspect,
+    needle,
     tasks,
     vllm,
     zoo,
@@ -60,6 +61,7 @@ app = typer.Typer(
 app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
+evaluate.app.command("needle")(needle.needle)
 evaluate.app.command("tasks")(tasks.tasks)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")

@@ -104,3 +104,13 @@ def describe_setting(artifact: Artifact) -> dict[str, Any]:
         "sink": recipe.sink,
         "recent": recipe.recent,
     }
+
+
+def lengths(text: str) -> list[int]:
+    """Lengths from "4k,8192"."""
+    from oscarkv.benchmark.serving_plan import parse_length
+
+    found = sorted({parse_length(part) for part in text.split(",") if part.strip()})
+    if not found:
+        raise OscarError("no --lengths; write for instance 4k,8k")
+    return found

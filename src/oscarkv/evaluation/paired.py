@@ -33,8 +33,11 @@ class Gap:
         return self.low <= 0 <= self.high
 
 
-def gap(reference: Sequence[float], scores: Sequence[float]) -> Gap:
-    """Compare two settings item by item. Several seeds of one item come in as their mean."""
+def gap(
+    reference: Sequence[float], scores: Sequence[float], groups: Sequence[str] | None = None
+) -> Gap:
+    """Compare two settings item by item. Several seeds of one item come in as their mean; items
+    that are not independent (questions about one text) come with a group each."""
     if len(reference) != len(scores) or not reference:
         raise ValueError(f"{len(reference)} and {len(scores)} scores are not pairs")
     a, b = np.asarray(reference, dtype=float), np.asarray(scores, dtype=float)
@@ -42,7 +45,13 @@ def gap(reference: Sequence[float], scores: Sequence[float]) -> Gap:
     better, worse = int((change > 0).sum()), int((change < 0).sum())
     # Flipping the sign of each item that differs by one is tossing coins: McNemar's own test.
     plain = bool(np.isin(a, (0.0, 1.0)).all() and np.isin(b, (0.0, 1.0)).all())
-    low, high = interval(change)
+    if groups is None:
+        low, high = interval(change)
+        p = mcnemar(better, worse) if plain else _sign_flips(change)
+    else:
+        sums, sizes = _grouped(change, groups)
+        low, high = interval(sums, weights=sizes)
+        p = _sign_flips(sums)
     return Gap(
         items=len(a),
         reference=float(a.mean()),
@@ -52,20 +61,30 @@ def gap(reference: Sequence[float], scores: Sequence[float]) -> Gap:
         high=high,
         better=better,
         worse=worse,
-        p=mcnemar(better, worse) if plain else _sign_flips(change),
+        p=p,
     )
 
 
-def interval(values: Sequence[float] | np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of a mean; the same for the same values."""
+def _grouped(values: np.ndarray, groups: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Sum and number of the values in each group."""
+    _, index = np.unique(np.asarray(groups), return_inverse=True)
+    return np.bincount(index, weights=values), np.bincount(index).astype(float)
+
+
+def interval(
+    values: Sequence[float] | np.ndarray, seed: int = 0, weights: np.ndarray | None = None
+) -> tuple[float, float]:
+    """95 % bootstrap interval of a mean; the same for the same values. With weights, values are
+    sums over that many items each, and the mean is that of the items."""
     x = np.asarray(values, dtype=float)
+    sizes = np.ones(len(x)) if weights is None else weights
     rng = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
     block = max(1, 2_000_000 // len(x))  # rows of indices held at a time
     for start in range(0, RESAMPLES, block):
         rows = min(block, RESAMPLES - start)
         picks = rng.integers(0, len(x), (rows, len(x)))
-        means[start : start + rows] = x[picks].mean(1)
+        means[start : start + rows] = x[picks].sum(1) / sizes[picks].sum(1)
     low, high = np.quantile(means, [TAIL, 1 - TAIL])
     return float(low), float(high)
 
