@@ -16,6 +16,8 @@ from oscarkv.cli import (
     evaluate,
     generate,
     inspect,
+    needle,
+    tasks,
     tune,
     vllm,
     zoo,
@@ -61,6 +63,8 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
 app.command("tune")(tune.tune)
+evaluate.app.command("needle")(needle.needle)
+evaluate.app.command("tasks")(tasks.tasks)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")

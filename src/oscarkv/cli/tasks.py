@@ -1,0 +1,322 @@
+"""`oscarkv eval tasks`: problems with known answers, with full precision and with packed caches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oscarkv.cli import gather, options
+from oscarkv.cli.console import errors, progress_bar, results
+from oscarkv.errors import MissingDependencyError, OscarError
+
+if TYPE_CHECKING:
+    from oscarkv.artifact import Artifact
+    from oscarkv.evaluation.tasks.record import TasksRecord
+    from oscarkv.evaluation.tasks.requests import Engine
+    from oscarkv.evaluation.tasks.run import TaskPlan
+
+TABLE_WIDTH = 110
+INTERRUPTED = 130
+ENGINES = ("transformers", "vllm")
+
+
+def tasks(
+    model: options.ModelArgument,
+    listed: Annotated[
+        str, typer.Option("--tasks", metavar="A,B,...", help="Tasks; `list` shows them.")
+    ] = "",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK=FILE", help="A task's problems; without, from the hub."),
+    ] = None,
+    examples: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK=FILE", help="Where worked examples come from."),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Worked examples.", show_default="the task's own")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first N problems only.")] = None,
+    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    artifact: gather.ArtifactOption = None,
+    recipes: gather.RecipesOption = "",
+    calibration_text: gather.CalibrationTextOption = None,
+    tokens: gather.TokensOption = 30000,
+    sink: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
+    recent: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Times that each problem is asked.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of the sampling; 0: no limit.")] = 0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer.", show_default="the task's own")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Ask as a chat message, or have a text continued.",
+            show_default="chat where there is a template and no worked examples",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at once, on Transformers.")] = 8,
+    baseline: Annotated[
+        str,
+        typer.Option(
+            metavar="BACKEND",
+            help="vLLM's attention for full precision.",
+            show_default="FLASH_ATTN on a GPU",
+        ),
+    ] = "",
+    engine_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-option", metavar="NAME=JSON", help="Any other argument of vllm.LLM; repeat."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="OUT", help="Every answer; a run goes on from there."),
+    ] = None,
+    log_file: Annotated[
+        Path | None, typer.Option("--log", metavar="OUT", help="What vLLM says.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Prompts, too, read the packed cache throughout.")
+    ] = False,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = "auto",
+    backend: options.BackendOption = "auto",
+) -> None:
+    """Solve problems with the full-precision cache and with packed ones, and compare.
+
+    All settings get the same prompts; gaps are taken problem by problem, with their interval.
+    With --json the answers are kept as they come, and the same command goes on from there.
+
+    Example: oscarkv eval tasks MODEL --tasks gsm8k --data gsm8k=test.jsonl --examples
+    gsm8k=train.jsonl --artifact FILE --engine vllm --json gsm8k.json
+    """
+    from oscarkv.evaluation.tasks.record import REFERENCE, TasksRecord, load_record
+    from oscarkv.evaluation.tasks.registry import TASKS, get_task
+    from oscarkv.evaluation.tasks.requests import Sampling
+    from oscarkv.evaluation.tasks.run import TaskPlan, merge, prepare, run_setting
+
+    if listed == "list":
+        for task in TASKS.values():
+            results.print(f"{task.name:16} {task.title} ({task.hub.dataset})", highlight=False)
+        return
+    if engine not in ENGINES:
+        raise OscarError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+    for path in filter(None, (json_file, log_file)):
+        options.require_writable(path)
+    wanted = gather.recipes(recipes, bool(calibration_text))
+    if engine == "vllm" and wanted:
+        raise OscarError("vLLM needs finished artifacts: oscarkv calibrate, then --artifact")
+    if not artifact and not wanted:
+        raise OscarError("nothing to compare: give --artifact, --recipes or both")
+    options.require_files([*(artifact or []), *(calibration_text or [])])
+    names = [part.strip() for part in listed.split(",") if part.strip()]
+    if not names:
+        raise OscarError(f"name some --tasks of {', '.join(TASKS)}")
+    sources, shown = _paths(data, "--data"), _paths(examples, "--examples")
+    chosen = [get_task(name) for name in dict.fromkeys(names)]
+    sampling = Sampling(temperature, top_p, top_k)
+    loaded_artifacts = gather.load_artifacts(artifact or [], [r.name for r in wanted])
+
+    from oscarkv.evaluation.tasks.data import problems
+
+    plain = [
+        TaskPlan(
+            task=task,
+            problems=problems(task, sources.get(task.name), limit),
+            examples=_examples(task, shots, shown.get(task.name)),
+            chat=False,
+            max_new_tokens=max_new_tokens or task.max_new_tokens,
+            seeds=range(seeds),
+            sampling=sampling,
+            data=str(sources[task.name].name) if task.name in sources else task.hub.dataset,
+        )
+        for task in chosen
+    ]
+    earlier = load_record(json_file) if json_file is not None and json_file.exists() else None
+    place = _Place(model, engine, device, dtype)
+    plans = [_with_chat(plan, chat, place.tokenizer) for plan in plain]
+    record = TasksRecord({"model": place.name, "engine": engine, **gather.about()})
+    prompts = {}
+    for plan in plans:
+        name = plan.task.name
+        fresh, prompts[name] = prepare(plan, place.tokenizer, place.context)
+        record.tasks[name] = merge(fresh, earlier.tasks.get(name) if earlier else None, name)
+    for name, kept in (earlier.tasks if earlier else {}).items():
+        record.tasks.setdefault(name, kept)
+
+    found = loaded_artifacts | place.fit(calibration_text, wanted, tokens)
+    changed = {name: gather.with_windows(one, sink, recent) for name, one in found.items()}
+    record.settings = dict(earlier.settings) if earlier else {}
+    record.settings |= {REFERENCE: {"bits_128k": 16.0}}
+    record.settings |= {name: gather.describe_setting(one) for name, one in changed.items()}
+    files = dict(zip(loaded_artifacts, artifact or [], strict=True))
+    longest = _longest(plans, prompts, place.context)
+    knobs = _parse_options(engine_options or [])
+
+    def make(name: str) -> Engine:
+        if engine == "transformers":
+            return place.engine(changed.get(name), batch, backend, strict)
+        section: dict[str, Any] = {}
+        if name != REFERENCE:
+            recipe = changed[name].recipe
+            section = {"artifact": str(files[name].resolve()), "strict": strict}
+            section |= {"sink": recipe.sink, "recent": recipe.recent, "backend": backend}
+        return place.vllm(name, section, baseline, longest, knobs, log_file)
+
+    try:
+        for name in (REFERENCE, *changed):
+            with progress_bar("asking") as progress:
+                run_setting(
+                    name,
+                    make(name),
+                    plans,
+                    prompts,
+                    record,
+                    context=place.context,
+                    path=json_file,
+                    progress=progress,
+                )
+    except KeyboardInterrupt:
+        where = "" if json_file is None else f"; answers so far are in {json_file}"
+        errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    _print(record)
+
+
+class _Place:
+    """The model's tokenizer and context; its weights only where Transformers runs them."""
+
+    def __init__(self, source: str, engine: str, device: str | None, dtype: str) -> None:
+        self.source, self.model = source, None
+        if engine == "transformers":
+            from oscarkv.integrations.transformers.geometry import describe
+
+            self.model, self.tokenizer = options.load(source, device, dtype)
+            self.name = describe(self.model).identity.name
+            config = self.model.config
+        else:
+            _require_vllm()
+            from transformers import AutoTokenizer
+
+            from oscarkv.integrations.transformers.models import load_config
+
+            options.quiet_transformers()
+            config = load_config(source)
+            self.tokenizer = AutoTokenizer.from_pretrained(source)
+            self.name = Path(source).resolve().name if Path(source).is_dir() else source
+        text = config.get_text_config(decoder=True)
+        self.context = int(getattr(text, "max_position_embeddings", 0) or 0)
+
+    def fit(
+        self, files: Sequence[Path] | None, wanted: Sequence[Any], tokens: int
+    ) -> dict[str, Artifact]:
+        from oscarkv.integrations.transformers.text import read_texts
+
+        return gather.fit(self.model, self.tokenizer, read_texts(files or []), wanted, tokens)
+
+    def engine(self, artifact: Artifact | None, batch: int, backend: str, strict: bool) -> Engine:
+        from oscarkv.evaluation.tasks.transformers_engine import TransformersEngine
+
+        return TransformersEngine(self.model, self.tokenizer, artifact, batch, backend, strict)
+
+    def vllm(
+        self,
+        name: str,
+        section: dict[str, Any],
+        baseline: str,
+        longest: int,
+        knobs: dict[str, Any],
+        log_file: Path | None,
+    ) -> Engine:
+        from oscarkv.benchmark import machine
+        from oscarkv.evaluation.tasks.vllm_engine import VllmEngine
+
+        on_gpu = bool(machine.gpus())
+        settings = {"dtype": "auto" if on_gpu else "float32", "max_model_len": longest} | knobs
+        if section:
+            settings["additional_config"] = {"oscarkv": section}
+        if on_gpu:  # elsewhere there is one only, and the plugin stands in for it
+            settings["attention_backend"] = "CUSTOM" if section else baseline or "FLASH_ATTN"
+
+        def say(what: str) -> None:
+            errors.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
+
+        return VllmEngine(self.source, settings, say, log_file)
+
+
+def _with_chat(plan: TaskPlan, chat: bool | None, tokenizer: Any) -> TaskPlan:
+    import dataclasses
+
+    template = bool(getattr(tokenizer, "chat_template", None))
+    if chat and not template:
+        raise OscarError("this model's tokenizer has no chat template; use --no-chat")
+    return dataclasses.replace(plan, chat=template and not plan.examples if chat is None else chat)
+
+
+def _examples(task: Any, shots: int | None, source: Path | None) -> list[Any]:
+    from oscarkv.evaluation.tasks.data import problems
+
+    count = shots if shots is not None else (task.shots if source is not None else 0)
+    if not count:
+        return []
+    if source is None:
+        raise OscarError(f"--shots {count}: say where they are from, with --examples {task.name}=")
+    found = problems(task, source, count)
+    if len(found) < count:
+        raise OscarError(f"{source} has {len(found)} examples, --shots asks for {count}")
+    return found
+
+
+def _paths(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
+    found = {}
+    for text in texts or []:
+        name, equals, path = text.partition("=")
+        if not equals:
+            raise OscarError(f"{option} {text}: write TASK=FILE")
+        found[name] = Path(path)
+        if not found[name].exists():
+            raise OscarError(f"{path} does not exist")
+    return found
+
+
+def _longest(plans: Sequence[TaskPlan], prompts: dict[str, Any], context: int) -> int:
+    """Tokens of the longest request: the engine's max_model_len, the same for all settings."""
+    longest = max(max(map(len, prompts[plan.task.name])) + plan.max_new_tokens for plan in plans)
+    return min(longest, context) if context else longest
+
+
+def _parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            equals = ""
+        if not equals:
+            raise OscarError(f"--engine-option {text}: write NAME=JSON, for instance seed=1")
+    return found
+
+
+def _require_vllm() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingDependencyError('--engine vllm needs vLLM: pip install "oscarkv[vllm]"')
+
+
+def _print(record: TasksRecord) -> None:
+    from oscarkv.evaluation.tasks import report
+
+    Console(width=max(results.width, TABLE_WIDTH)).print(report.table(record))
