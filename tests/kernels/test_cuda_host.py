@@ -1,7 +1,9 @@
 """The CUDA backend's host side, without a GPU: what it takes, and what a failed compile does."""
 
+import gc
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -84,14 +86,19 @@ class FakeKernel:
     def __init__(self, geometry: decode.Geometry, device: torch.device) -> None:
         self.log.append(("made",))
 
-    def arguments(self, plan: object, layer: LayerCache, heads: int, sequences: int) -> int:
-        return sequences
+    def arguments(self, plan: object, layer: LayerCache, heads: int) -> dict[str, object]:
+        return {}
 
-    def plan(self, arguments: int) -> None:
-        self.log.append(("schedule", arguments))
+    def renew(
+        self, arguments: dict[str, object], plan: object, layer: LayerCache, sequences: int
+    ) -> None:
+        arguments |= {"sequences": sequences, "history": layer.history.data_ptr()}
 
-    def run(self, arguments: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        self.log.append(("run", arguments))
+    def plan(self, arguments: dict[str, object]) -> None:
+        self.log.append(("schedule", arguments["sequences"]))
+
+    def run(self, arguments: dict[str, object], q: torch.Tensor, out: torch.Tensor) -> None:
+        self.log.append(("run", arguments["history"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
@@ -113,8 +120,39 @@ def test_every_capture_shares_out_its_own_work(monkeypatch: pytest.MonkeyPatch) 
         capture = number
         for layer in (first, second):
             tried.decode(q, layer, q.clone())
-    step = [("schedule", 32), ("run", 32), ("run", 32)]
-    assert FakeKernel.log == [("made",), *3 * step]
+    ran = [("run", layer.history.data_ptr()) for layer in (first, second)]
+    assert FakeKernel.log == [("made",), *3 * [("schedule", 32), *ran]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
+def test_a_layer_is_found_again_by_itself_and_its_pages_may_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new layer may get a dead one's address, and caches grow."""
+    FakeKernel.log = []
+    memory = types.SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(decode, "DecodeKernel", FakeKernel)
+    monkeypatch.setattr(backend, "_capture", lambda: 0)
+    tried, q, table = backend.CudaBackend(), rows(4), integers(1).view(1, 1)
+    tried.plan(integers(1), integers(0, 1), table, table, max_query_len=1)
+    layer, other = half_layer(), half_layer()
+    tried.decode(q, layer, q.clone())
+    (shapes,) = tried._bound
+    arguments = tried._bound[shapes].arguments
+    layer.history = layer.history.clone()
+    tried.decode(q, layer, q.clone())
+    assert tried._bound[shapes].arguments is arguments
+    assert FakeKernel.log[-1] == ("run", layer.history.data_ptr())
+    tried._bound[shapes] = tried._bound[shapes]._replace(layer=weakref.ref(other))
+    tried.decode(q, layer, q.clone())
+    assert tried._bound[shapes].layer() is layer
+    assert tried._bound[shapes].arguments is not arguments
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")

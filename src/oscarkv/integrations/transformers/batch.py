@@ -35,18 +35,21 @@ def real_tokens(x: Tensor, padding: list[int], seen: int) -> Tensor:
 
     A view where it can be one: of single tokens, of one sequence, and of what models project.
     """
+    new = x.shape[2]
+    if new == 1 and x.stride(-1) == 1 and max(padding) < seen:
+        return x.squeeze(2)  # by far the most calls: a token of each sequence
     rows = x.transpose(1, 2)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
-    if max(padding) <= seen - x.shape[2]:
+    if max(padding) <= seen - new:
         return rows.flatten(0, 1)
-    return rows[_real(padding, x.shape[2], seen, x.device)]
+    return rows[_real(padding, new, seen, x.device)]
 
 
 def as_batch(tokens: Tensor, batch: int, new: int, padding: list[int], seen: int) -> Tensor:
     """[tokens, H, d] -> [B, n, H, d], zero where there was padding."""
     if max(padding) <= seen - new:
-        return tokens.view(batch, new, *tokens.shape[1:])
+        return tokens.unflatten(0, (batch, new)) if new > 1 else tokens.unsqueeze(1)
     rows = tokens.new_zeros(batch, new, *tokens.shape[1:])
     rows[_real(padding, new, seen, tokens.device)] = tokens
     return rows

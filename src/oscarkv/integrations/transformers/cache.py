@@ -338,7 +338,8 @@ class _Handle(AttentionHandle):
                 "OscarCache is causal and takes 2D attention masks [batch, tokens] only, not a "
                 f"ready mask of shape {list(mask.shape)}"
             )
-        if getattr(module, FOLDED, False) != (store.transforms.value is None):
+        # Not getattr: where there is none, a module looks through all it consists of.
+        if module.__dict__.get(FOLDED, False) != (store.transforms.value is None):
             layer.seen -= new
             raise CacheError(
                 "values were folded into the model's weights, or unfolded, after this cache was "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from oscarkv.kernels.plan import Plan
 from oscarkv.kernels.triton.backend import TritonBackend
 
 _Kernel = TypeVar("_Kernel")
+
+
+class _Bound(NamedTuple):
+    """A layer's kernel for tensors of one shape, found once: looking for it again in every layer
+    and step takes longer than a launch. The layer is not kept alive by it."""
+
+    layer: weakref.ref[LayerCache]
+    kernel: Any
+    arguments: Any
+    work: Hashable = None  # what decides how a step's work is shared out
+
+
+#: Prompts have any length, and each is a shape of its own; steps of decoding are few.
+MOST_BOUND = 4096
 
 
 class CudaBackend:
@@ -35,6 +50,7 @@ class CudaBackend:
         self._portable = TritonBackend()
         self._plan: Plan | None = None
         self._kernels: dict[Hashable, object] = {}
+        self._bound: dict[Hashable, _Bound] = {}
         self._shared_out: set[Hashable] = set()  # kernels whose work this step has shared out
         self._failed = False
         self._sequences = 0
@@ -65,13 +81,27 @@ class CudaBackend:
         if _elsewhere(k):
             with torch.cuda.device(k.device):
                 return self.write(k, v, history_slots, window_slots, layer)
-        if not self._failed and write.unsupported(k, v, layer) is None:
-            geometry = write.Geometry.of(k, layer)
-            key = (geometry, k.device)
-            kernel = self._kernel(key, lambda: write.WriteKernel(geometry, k.device))
-            if kernel is not None:
-                return kernel.run(k, v, history_slots, window_slots, layer)
-        return self._portable.write(k, v, history_slots, window_slots, layer)
+        shapes = (id(layer), k.shape, k.dtype, k.stride(), v.dtype, v.stride())
+        bound = self._bound.get(shapes)
+        if bound is None or bound.layer() is not layer or not write.aligned(k, v):
+            bound = self._bind_write(shapes, k, v, layer)
+        if bound is None:
+            return self._portable.write(k, v, history_slots, window_slots, layer)
+        return bound.kernel.run(bound.arguments, k, v, history_slots, window_slots, layer)
+
+    def _bind_write(
+        self, shapes: Hashable, k: Tensor, v: Tensor, layer: LayerCache
+    ) -> _Bound | None:
+        if self._failed or write.unsupported(k, v, layer) is not None:
+            return None
+        geometry = write.Geometry.of(k, layer)
+        key = (geometry, k.device)
+        kernel = self._kernel(key, lambda: write.WriteKernel(geometry, k.device))
+        if kernel is None:
+            return None
+        return self._remember(
+            shapes, _Bound(weakref.ref(layer), kernel, kernel.arguments(k, v, layer))
+        )
 
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
         plan = self._plan
@@ -82,24 +112,48 @@ class CudaBackend:
         if _elsewhere(q):
             with torch.cuda.device(q.device):
                 return self.decode(q, layer, out)
-        if not self._failed and decode.unsupported(q, out, layer) is None:
-            geometry = decode.Geometry.of(q, layer, plan.max_query_len)
-            work = (layer.kv_heads, q.shape[1], layer.sink, layer.recent, layer.sliding_window)
-            key = (
-                geometry,
-                work,
-                plan.max_query_len,
-                q.device,
-            )  # one way to share work out
-            kernel = self._kernel(key, lambda: decode.DecodeKernel(geometry, q.device))
-            if kernel is not None:
-                arguments = kernel.arguments(plan, layer, q.shape[1], self._sequences)
-                moment = (key, _capture())
-                if moment not in self._shared_out:
-                    kernel.plan(arguments)
-                    self._shared_out.add(moment)
-                return kernel.run(arguments, q, out)
-        return self._portable.decode(q, layer, out)
+        shapes = (
+            id(layer),
+            q.shape,
+            q.dtype,
+            q.stride(),
+            out.dtype,
+            out.stride(),
+            plan.max_query_len,
+            layer.soft_cap is None,
+        )
+        bound = self._bound.get(shapes)
+        if bound is None or bound.layer() is not layer or not decode.aligned(q):
+            bound = self._bind_decode(shapes, plan, q, out, layer)
+        if bound is None:
+            return self._portable.decode(q, layer, out)
+        kernel, arguments = bound.kernel, bound.arguments
+        kernel.renew(arguments, plan, layer, self._sequences)
+        moment = (bound.work, _capture())
+        if moment not in self._shared_out:
+            kernel.plan(arguments)
+            self._shared_out.add(moment)
+        return kernel.run(arguments, q, out)
+
+    def _bind_decode(
+        self, shapes: Hashable, plan: Plan, q: Tensor, out: Tensor, layer: LayerCache
+    ) -> _Bound | None:
+        if self._failed or decode.unsupported(q, out, layer) is not None:
+            return None
+        geometry = decode.Geometry.of(q, layer, plan.max_query_len)
+        windows = (layer.sink, layer.recent, layer.sliding_window)
+        key = (geometry, layer.kv_heads, q.shape[1], windows, plan.max_query_len, q.device)
+        kernel = self._kernel(key, lambda: decode.DecodeKernel(geometry, q.device))
+        if kernel is None:
+            return None
+        arguments = kernel.arguments(plan, layer, q.shape[1])
+        return self._remember(shapes, _Bound(weakref.ref(layer), kernel, arguments, key))
+
+    def _remember(self, shapes: Hashable, bound: _Bound) -> _Bound:
+        if len(self._bound) >= MOST_BOUND:
+            self._bound.clear()
+        self._bound[shapes] = bound
+        return bound
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
         self._portable.prefill(q, k, v, layer, out)

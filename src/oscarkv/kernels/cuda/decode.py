@@ -181,28 +181,13 @@ class DecodeKernel:
         self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
         self._blocks_argument = ctypes.c_int32(self.blocks)
 
-    def arguments(
-        self, plan: Plan, layer: LayerCache, query_heads: int, sequences: int = 0
-    ) -> Arguments:
-        """Everything but q and out, for one layer of one step; memory for that many sequences."""
-        batch = plan.seq_lens.shape[0]
+    def arguments(self, plan: Plan, layer: LayerCache, query_heads: int) -> Arguments:
+        """What stays the same from step to step, for one layer."""
         group = query_heads // layer.kv_heads
-        row_blocks = -(-group * plan.max_query_len // self.geometry.rows)
-        most = max(batch, sequences)
-        self._reserve(most, most * layer.kv_heads * row_blocks)
         transforms, history, window = layer.transforms, layer.history, layer.window
         return Arguments(
-            history=history.data_ptr(),
-            window=window.data_ptr(),
-            seq_lens=plan.seq_lens.data_ptr(),
-            query_start=plan.query_start_loc.data_ptr(),
-            history_table=plan.history_table.data_ptr(),
-            window_table=plan.window_table.data_ptr(),
-            schedule=self._schedule.data_ptr(),
-            arrivals=self._arrivals.data_ptr(),
             tickets=self._tickets.data_ptr(),
             partial=self._partial.data_ptr(),
-            queries=self._queries.data_ptr(),
             query_matrix=transforms.query.data_ptr(),
             key_mean=transforms.key_mean.data_ptr(),
             value_inverse=_pointer(transforms.value_inverse),
@@ -212,19 +197,34 @@ class DecodeKernel:
             history_head=history.stride(1),
             window_page=window.stride(0),
             window_head=window.stride(1),
-            history_columns=plan.history_table.stride(0),
-            window_columns=plan.window_table.stride(0),
-            batch=batch,
             kv_heads=layer.kv_heads,
             group=group,
-            row_blocks=row_blocks,
+            row_blocks=-(-group * plan.max_query_len // self.geometry.rows),
             sink=layer.sink,
             recent=min(layer.recent, UNLIMITED),
             sliding=layer.sliding_window or UNLIMITED,
-            scale=layer.scale,
-            soft_cap=layer.soft_cap or 0.0,
             one=1,
         )
+
+    def renew(self, arguments: Arguments, plan: Plan, layer: LayerCache, sequences: int) -> None:
+        """What a step brings, all but q and out; memory for that many sequences."""
+        batch = plan.seq_lens.shape[0]
+        most = max(batch, sequences)
+        self._reserve(most, most * arguments.kv_heads * arguments.row_blocks)
+        arguments.history = layer.history.data_ptr()
+        arguments.window = layer.window.data_ptr()
+        arguments.seq_lens = plan.seq_lens.data_ptr()
+        arguments.query_start = plan.query_start_loc.data_ptr()
+        arguments.history_table = plan.history_table.data_ptr()
+        arguments.window_table = plan.window_table.data_ptr()
+        arguments.history_columns = plan.history_table.stride(0)
+        arguments.window_columns = plan.window_table.stride(0)
+        arguments.schedule = self._schedule.data_ptr()
+        arguments.arrivals = self._arrivals.data_ptr()
+        arguments.queries = self._queries.data_ptr()
+        arguments.batch = batch
+        arguments.scale = layer.scale
+        arguments.soft_cap = layer.soft_cap or 0.0
 
     def plan(self, arguments: Arguments) -> None:
         """Share out the step's work; once for all layers that agree in `arguments`' numbers."""
@@ -263,11 +263,15 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def aligned(q: Tensor) -> bool:
+    return q.data_ptr() % 4 == 0
+
+
 def unsupported(q: Tensor, out: Tensor, layer: LayerCache) -> str | None:
     """Why the kernel does not take this layer, or None."""
     reason = unsupported_format(q, layer)
     if reason is None and (q.stride(-1) != 1 or out.stride(-1) != 1 or q.dtype != out.dtype):
         reason = "queries or outputs of another layout"
-    if reason is None and (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1)) % 4:
+    if reason is None and (not aligned(q) or q.stride(0) % 2 or q.stride(1) % 2):
         reason = "queries that are not aligned to 4 bytes"
     return reason

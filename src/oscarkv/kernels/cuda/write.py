@@ -36,6 +36,10 @@ class Arguments(ctypes.Structure):
     ]
 
 
+def aligned(k: Tensor, v: Tensor) -> bool:
+    return (k.data_ptr() | v.data_ptr()) % 16 == 0
+
+
 def unsupported(k: Tensor, v: Tensor, layer: LayerCache) -> str | None:
     """Why the kernel does not take this layer and these keys and values, or None."""
     if any(codec.fit != "least-squares" for codec in (layer.key_codec, layer.value_codec)):
@@ -120,14 +124,42 @@ class WriteKernel:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._resident = processors * (2 if geometry.head_dim <= 128 else 1)
 
+    def arguments(self, k: Tensor, v: Tensor, layer: LayerCache) -> Arguments:
+        """What stays the same for one layer and tensors of these shapes."""
+        matrices, means, scales = _constants(layer)
+        history, window = layer.history, layer.window
+        return Arguments(
+            matrices=matrices.data_ptr(),
+            means=means.data_ptr(),
+            scales=scales.data_ptr(),
+            k_token=k.stride(0),
+            k_head=k.stride(1),
+            v_token=v.stride(0),
+            v_head=v.stride(1),
+            history_page=history.stride(0),
+            history_head=history.stride(1),
+            window_page=window.stride(0),
+            window_head=window.stride(1),
+            tokens=k.shape[0],
+            kv_heads=layer.kv_heads,
+        )
+
     def run(
-        self, k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
+        self,
+        arguments: Arguments,
+        k: Tensor,
+        v: Tensor,
+        history_slots: Tensor,
+        window_slots: Tensor,
+        layer: LayerCache,
     ) -> None:
-        if not k.shape[0]:
-            return
         history_slots, window_slots = (x.long().contiguous() for x in (history_slots, window_slots))
-        arguments = arguments_of(k, v, history_slots, window_slots, layer)
-        grid = self.grid(k.shape[0], layer.kv_heads)
+        arguments.k, arguments.v = k.data_ptr(), v.data_ptr()
+        arguments.history = layer.history.data_ptr()
+        arguments.window = layer.window.data_ptr()
+        arguments.history_slots = history_slots.data_ptr()
+        arguments.window_slots = window_slots.data_ptr()
+        grid = self.grid(arguments.tokens, arguments.kv_heads)
         self._kernel.launch(grid, 32 * self.geometry.warps, arguments)
 
     def grid(self, tokens: int, heads: int) -> tuple[int, int, int]:
@@ -137,34 +169,6 @@ class WriteKernel:
         most = max(1, self._resident // (2 * heads))
         each = -(-blocks // most)  # steps of a block
         return -(-blocks // each), heads, 2
-
-
-def arguments_of(
-    k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
-) -> Arguments:
-    matrices, means, scales = _constants(layer)
-    history, window = layer.history, layer.window
-    return Arguments(
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        history=history.data_ptr(),
-        window=window.data_ptr(),
-        history_slots=history_slots.data_ptr(),
-        window_slots=window_slots.data_ptr(),
-        matrices=matrices.data_ptr(),
-        means=means.data_ptr(),
-        scales=scales.data_ptr(),
-        k_token=k.stride(0),
-        k_head=k.stride(1),
-        v_token=v.stride(0),
-        v_head=v.stride(1),
-        history_page=history.stride(0),
-        history_head=history.stride(1),
-        window_page=window.stride(0),
-        window_head=window.stride(1),
-        tokens=k.shape[0],
-        kv_heads=layer.kv_heads,
-    )
 
 
 # -- constants of a layer --------------------------------------------------------------------------
