@@ -33,12 +33,13 @@ from oscarkv.artifact import Artifact
 from oscarkv.artifact.files import library_version, write_atomically
 from oscarkv.calibration.statistics import LayerStatistics
 from oscarkv.evaluation.checkpoint import Checkpoint
-from oscarkv.evaluation.fidelity import Fidelity, measure_fidelity
+from oscarkv.evaluation.fidelity import Fidelity, evaluation_windows, measure_windows
 from oscarkv.evaluation.prepare import fit_artifacts, fit_methods
 from oscarkv.evaluation.sensitivity import measure_sensitivity
 from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
 from oscarkv.evaluation.tune import tune
 from oscarkv.integrations.transformers import calibrate as calibration
+from oscarkv.integrations.transformers.text import text_sha256
 from oscarkv.linalg import geometric_mean, hadamard, spd_power, unit_trace
 from oscarkv.methods import named, needs, presets, simulations, transform
 from oscarkv.methods.balanced import centred_keys
@@ -230,7 +231,8 @@ class Lab:
     backend: str  # of the packed cache, in which the table of methods is measured; "": simulate
     results: dict[str, Any] = field(default_factory=dict)
     references: dict[str, Tensor] = field(default_factory=dict)
-    references_of: tuple[int, int] = (0, 0)
+    sequences: list[Tensor] = field(default_factory=list)
+    windows_of: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         self.parts = self.out.with_suffix(".parts")
@@ -265,24 +267,25 @@ class Lab:
     ) -> Fidelity:
         """Measure one recipe after the other, so that what is done is in the file; the last pass
         puts them together from the checkpoint."""
-        length, windows = size
         found: Fidelity | None = None
-        texts = texts or ("wiki", "botchan", "essays")
-        arguments: dict[str, Any] = {"length": length, "windows": windows, "checkpoint": self.done}
-        known: dict[str, Subject] = {}
-        if self.references_of != size:  # of one length at a time: they take memory
+        names = texts or ("wiki", "botchan", "essays")
+        if self.windows_of != (size, names):  # of one kind at a time: references take memory
+            self.windows_of = (size, names)
+            self.sequences = evaluation_windows(
+                self.model, self.tokenizer, self.text(*names), *size
+            )
             self.references.clear()
-            self.references_of = size
+        known: dict[str, Subject] = {}
         for name, subject in subjects.items():
             known[name] = subject
-            found = measure_fidelity(
+            found = measure_windows(
                 self.model,
-                self.tokenizer,
-                self.text(*texts),
+                self.sequences,
+                text_sha256(self.text(*names)),
                 known,
                 progress=self._progress,
+                checkpoint=self.done,
                 references=self.references,
-                **arguments,
             )
             self.results[section] = _plain(found)
             self.save()
