@@ -4,7 +4,8 @@
 
 The directory holds plain text: `wiki-calibration.txt` to calibrate on; `wiki.txt`, `botchan.txt`,
 `essays.txt` to measure on; `long.txt` for windows of 16K and more; `prose.txt`, `code.txt` and
-`chat.txt`, to calibrate on in turn. `scripts/accuracy_texts.py` makes it.
+`chat.txt`, to calibrate on in turn. `scripts/accuracy_texts.py` makes it. Without a directory, the
+two bundled books are used: one to calibrate on, the other to measure on.
 
 Finished windows and artifacts are kept beside the JSON, in OUT.parts; run the same command again to
 go on. `--budget` stops cleanly after so many seconds. Sections come in order of importance.
@@ -32,13 +33,15 @@ from oscarkv import load_model
 from oscarkv.artifact import Artifact
 from oscarkv.artifact.files import library_version, write_atomically
 from oscarkv.calibration.statistics import LayerStatistics
+from oscarkv.demo.run import book
 from oscarkv.evaluation.checkpoint import Checkpoint
-from oscarkv.evaluation.fidelity import Fidelity, measure_fidelity
+from oscarkv.evaluation.fidelity import Fidelity, evaluation_windows, measure_windows
 from oscarkv.evaluation.prepare import fit_artifacts, fit_methods
 from oscarkv.evaluation.sensitivity import measure_sensitivity
 from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
 from oscarkv.evaluation.tune import tune
 from oscarkv.integrations.transformers import calibrate as calibration
+from oscarkv.integrations.transformers.text import text_sha256
 from oscarkv.linalg import geometric_mean, hadamard, spd_power, unit_trace
 from oscarkv.methods import named, needs, presets, simulations, transform
 from oscarkv.methods.balanced import centred_keys
@@ -145,6 +148,7 @@ class Plan:
     tokens: int = 30000
     length: int | None = None  # of calibration sequences
     methods: tuple[int, int] = (4096, 16)
+    simulated: tuple[str, ...] = tuple(simulations())
     alone: tuple[int, int] = (4096, 8)
     ablation: tuple[int, int] = (4096, 8)
     parts: tuple[int, int] = (4096, 8)
@@ -187,14 +191,14 @@ PLANS = {
         split=(2048, 1),
         lengths=((8192, 2),),
     ),
-    # Minutes, for CI: one window of everything that needs no long text.
+    # SmolLM2 and the bundled books on two cores, in minutes; KVQuant's gradients alone would take
+    # as long.
     "ci": Plan(
-        tokens=4096,
+        tokens=8192,
         length=1024,
-        methods=(1024, 1),
-        ablation=(1024, 1),
-        lengths=(),
-        sections=("methods", "ablation"),
+        methods=(1536, 2),
+        simulated=("kivi-2bit", "turboquant-3bit"),
+        sections=("methods",),
     ),
     "tiny": Plan(
         tokens=1500,
@@ -223,14 +227,15 @@ class OutOfTime(Exception):
 class Lab:
     model: Any
     tokenizer: Any
-    texts: Path
+    texts: Path | None
     out: Path
     plan: Plan
     deadline: float
     backend: str  # of the packed cache, in which the table of methods is measured; "": simulate
     results: dict[str, Any] = field(default_factory=dict)
     references: dict[str, Tensor] = field(default_factory=dict)
-    references_of: tuple[int, int] = (0, 0)
+    sequences: list[Tensor] = field(default_factory=list)
+    windows_of: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         self.parts = self.out.with_suffix(".parts")
@@ -239,6 +244,8 @@ class Lab:
         self.started = time.time()
 
     def text(self, *names: str) -> list[str]:
+        if self.texts is None:
+            return [book("alice.txt" if "calibration" in name else "botchan.txt") for name in names]
         return [(self.texts / f"{name}.txt").read_text(encoding="utf-8") for name in names]
 
     def fit(self, recipes: Mapping[str, Recipe], name: str = "wiki-calibration") -> dict[str, Any]:
@@ -265,24 +272,25 @@ class Lab:
     ) -> Fidelity:
         """Measure one recipe after the other, so that what is done is in the file; the last pass
         puts them together from the checkpoint."""
-        length, windows = size
         found: Fidelity | None = None
-        texts = texts or ("wiki", "botchan", "essays")
-        arguments: dict[str, Any] = {"length": length, "windows": windows, "checkpoint": self.done}
-        known: dict[str, Subject] = {}
-        if self.references_of != size:  # of one length at a time: they take memory
+        names = texts or ("wiki", "botchan", "essays")
+        if self.windows_of != (size, names):  # of one kind at a time: references take memory
+            self.windows_of = (size, names)
+            self.sequences = evaluation_windows(
+                self.model, self.tokenizer, self.text(*names), *size
+            )
             self.references.clear()
-            self.references_of = size
+        known: dict[str, Subject] = {}
         for name, subject in subjects.items():
             known[name] = subject
-            found = measure_fidelity(
+            found = measure_windows(
                 self.model,
-                self.tokenizer,
-                self.text(*texts),
+                self.sequences,
+                text_sha256(self.text(*names)),
                 known,
                 progress=self._progress,
+                checkpoint=self.done,
                 references=self.references,
-                **arguments,
             )
             self.results[section] = _plain(found)
             self.save()
@@ -311,7 +319,10 @@ class Lab:
         artifacts = self.fit({name: Recipe.named(name) for name in names})
         subjects = {n: self.subject(a, self.backend) for n, a in artifacts.items()}
         simulated = fit_methods(
-            self.model, self.tokenizer, self.text("wiki-calibration"), list(simulations().values())
+            self.model,
+            self.tokenizer,
+            self.text("wiki-calibration"),
+            [simulations()[name] for name in self.plan.simulated],
         )
         self.measure("methods", subjects | simulated, self.plan.methods)
 
@@ -465,7 +476,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="as oscarkv's commands take it: a directory, a .gguf file")
     parser.add_argument("--plan", choices=sorted(PLANS), default="cpu")
-    parser.add_argument("--texts", type=Path, required=True, help="directory of text files")
+    parser.add_argument("--texts", type=Path, help="directory of text files")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sections", default="", help="only these, comma-separated")
     parser.add_argument("--budget", type=float, default=math.inf, help="stop after seconds")
@@ -502,7 +513,7 @@ def main() -> None:
         "dtype": plan.dtype,
         "texts_sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(arguments.texts.glob("*.txt"))
+            for path in sorted(arguments.texts.glob("*.txt") if arguments.texts else ())
         },
     }
     lab.say(f"loaded {model.oscarkv_name} on {model.device}")
@@ -516,6 +527,20 @@ def main() -> None:
             lab.say(f"{section} done")
     except OutOfTime:
         lab.say("out of time; run the same command again to go on")
+    if arguments.plan == "ci" and (wrong := regressions(lab.results["methods"]["recipes"])):
+        raise SystemExit("\n".join(wrong))
+
+
+def regressions(scores: dict[str, Any]) -> list[str]:
+    """What must hold on any model, with a wide margin."""
+    paper, wrong = scores["paper"]["kl"], []
+    for name, bits in (("balanced", 2.3), ("compact", 2.2)):
+        score = scores[name]
+        if not score["kl"] < paper / 4:
+            wrong.append(f"{name}: KL {score['kl']:.4f} is not a quarter of paper's {paper:.4f}")
+        if not score["bits_128k"] <= bits:
+            wrong.append(f"{name}: {score['bits_128k']:.3f} bits, over {bits}")
+    return wrong
 
 
 if __name__ == "__main__":

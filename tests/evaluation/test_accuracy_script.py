@@ -4,12 +4,23 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integrations import tiny
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "accuracy.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 TEXTS = "wiki-calibration wiki botchan essays long prose code chat".split()
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    specification = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    script = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, name, script)  # its dataclasses look for it there
+    specification.loader.exec_module(script)
+    return script
 
 
 def test_a_tiny_plan(
@@ -21,12 +32,7 @@ def test_a_tiny_plan(
     for seed, name in enumerate(TEXTS):
         (tmp_path / f"{name}.txt").write_text(tiny.text(4000, seed=seed))
     out = tmp_path / "accuracy.json"
-    specification = importlib.util.spec_from_file_location("accuracy", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    script = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, "accuracy", script)  # its dataclasses look for it there
-    specification.loader.exec_module(script)
+    script = loaded("accuracy", monkeypatch)
 
     def run(*arguments: str) -> str:
         command = ["accuracy.py", str(model), "--plan", "tiny", "--device", "cpu", *arguments]
@@ -49,3 +55,33 @@ def test_a_tiny_plan(
     assert {part["sides"] for part in saved["split"]["parts"]} == {"keys", "values", "keys+values"}
     run("--sections", "ablation")
     assert json.loads(out.read_text())["ablation"] == saved["ablation"]
+
+    # The page is written from what was measured, and nothing else of it changes.
+    page = loaded("accuracy_page", monkeypatch)
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
+    docs = tmp_path / "docs" / "accuracy.md"
+    docs.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    arguments = ["accuracy_page.py", str(out), "--docs", str(tmp_path / "docs")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    page.main()
+    text = docs.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text.split()
+    assert f"| UH | {scores['UH']['bits_128k']:.3f} | {scores['UH']['kl']:.4f}" in text
+    assert (tmp_path / "docs" / "pictures" / "accuracy-layers.svg").stat().st_size > 1000
+
+
+def test_what_make_accuracy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = loaded("accuracy", monkeypatch)
+    good = {
+        "paper": {"kl": 0.2, "bits_128k": 2.5},
+        "balanced": {"kl": 0.01, "bits_128k": 2.28},
+        "compact": {"kl": 0.01, "bits_128k": 2.16},
+    }
+    assert script.regressions(good) == []
+    (line,) = script.regressions(good | {"balanced": {"kl": 0.06, "bits_128k": 2.28}})
+    assert "balanced: KL 0.0600 is not a quarter of paper's 0.2000" in line
+    (line,) = script.regressions(good | {"compact": {"kl": 0.01, "bits_128k": 2.21}})
+    assert "compact: 2.210 bits, over 2.2" in line
+    assert script.regressions(good | {"compact": {"kl": float("nan"), "bits_128k": 2.1}})

@@ -129,14 +129,38 @@ def measure_fidelity(
     backend: str = "auto",
     progress: Progress | None = None,
     checkpoint: Checkpoint | None = None,
-    references: dict[str, Tensor] | None = None,
 ) -> Fidelity:
     """Score artifacts on evenly spread windows of text, against the full-precision cache.
 
-    What a checkpoint already holds is not measured again. `references` keeps the full-precision
-    hidden states for calls to come.
+    What a checkpoint already holds is not measured again.
     """
-    sequences = evaluation_windows(model, tokenizer, texts, length, windows)
+    return measure_windows(
+        model,
+        evaluation_windows(model, tokenizer, texts, length, windows),
+        text_sha256(texts),
+        artifacts,
+        strict=strict,
+        backend=backend,
+        progress=progress,
+        checkpoint=checkpoint,
+    )
+
+
+def measure_windows(
+    model: Any,
+    sequences: Sequence[Tensor],
+    texts_sha256: str,
+    artifacts: Mapping[str, Artifact | Subject],
+    *,
+    strict: bool = True,
+    backend: str = "auto",
+    progress: Progress | None = None,
+    checkpoint: Checkpoint | None = None,
+    references: dict[str, Tensor] | None = None,
+) -> Fidelity:
+    """`measure_fidelity` on windows [1, T] of one length. `references` keeps the full-precision
+    hidden states for calls to come."""
+    length = sequences[0].shape[1]
     subjects = {
         name: Packed(x, strict, backend) if isinstance(x, Artifact) else x
         for name, x in artifacts.items()
@@ -147,7 +171,6 @@ def measure_fidelity(
     done = checkpoint if checkpoint is not None else Checkpoint()
     identity = describe(model).identity
     weights = f"{identity.name} {identity.fingerprint[:32]} {model.dtype}"
-    texts_sha256 = text_sha256(texts)
     place = f"{weights} {texts_sha256[:16]} length {length} strict {strict}"
     keys = {name: f"{subject.digest} {place}" for name, subject in subjects.items()}
     scores: dict[str, list[_WindowScore]] = {name: [] for name in subjects}

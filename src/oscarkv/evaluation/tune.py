@@ -160,6 +160,7 @@ def assemble(artifacts: Mapping[int, Artifact], chosen: Mapping[Part, int]) -> A
             fallback=keys.fallback,
             metric=keys.metric,
         )
+        layers[index] = LayerTransforms(**{n: t.cpu() for n, t in layers[index].tensors().items()})
         if bits != (base.recipe.key_bits, base.recipe.value_bits):
             layer_bits[index] = bits
     return replace(base, layers=layers, layer_bits=layer_bits)
