@@ -43,10 +43,8 @@ def test_prompts_have_their_length_and_hold_their_facts(
         for target in trial.targets:
             assert target in text
             assert target not in question
-            assert score(f"It is {target}.", trial.targets) == pytest.approx(
-                1 / len(trial.targets)
-            )
-    (single,) = [t for t in context.trials[:1]]
+            assert score(f"It is {target}.", trial.targets) == pytest.approx(1 / len(trial.targets))
+    single = context.trials[0]
     assert single.depth in DEPTHS
     place = text.index(single.targets[0]) / len(text)
     assert place == pytest.approx(single.depth, abs=0.12)
@@ -164,9 +162,9 @@ def test_what_cannot_be_measured_is_refused(model: Any, haystack: Haystack) -> N
         needle.require_context(model, [1 << 30])
     with pytest.raises(OscarError, match="no chat template"):
         Haystack(tiny.tokenizer(), [tiny.text(9000)], chat=True)
+    other = record({})
+    other.chunk = 64
     with pytest.raises(OscarError, match="another chunk"):
-        other = record({})
-        other.chunk = 64
         record({}, other)
 
 
@@ -182,5 +180,5 @@ def test_heat_maps_are_drawn(haystack: Haystack, context: Context, tmp_path: Pat
     save_heat_maps(made, tmp_path / "map.svg")
     drawn = (tmp_path / "map.svg").read_text()
     assert "<svg" in drawn
-    with pytest.raises(OscarError, match="name an .svg"):
+    with pytest.raises(OscarError, match=r"name an \.svg"):
         save_heat_maps(made, tmp_path / "map.txt")

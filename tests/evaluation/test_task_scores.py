@@ -27,7 +27,7 @@ HUMANEVAL = {
     "task_id": "Fixture/0",
     "prompt": 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """Sum."""\n',
     "entry_point": "total",
-    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
+    "test": "def check(f):\n    assert f([1, 2]) == 3\n    assert f([]) == 0\n",
 }
 HIDDEN = [{"input": "5\n", "output": "25\n", "testtype": "stdin"}]
 
