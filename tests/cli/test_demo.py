@@ -8,8 +8,9 @@ from commandline import Run
 
 from oscarkv.artifact import load_artifact
 from oscarkv.demo.generation import Generation, first_difference
-from oscarkv.demo.report import marked, write_report
+from oscarkv.demo.report import write_report
 from oscarkv.demo.run import FULL, PROMPTS, RECIPES, DemoResult, Pair, book, passage
+from oscarkv.evaluation.compare.page import marked
 from oscarkv.evaluation.fidelity import Fidelity, RecipeScore
 
 

@@ -29,7 +29,7 @@ def demo(
     Takes a few minutes on two CPU cores. The report is one HTML file without outside resources.
     """
     options.require_writable(output)
-    from oscarkv.demo.plots import require_matplotlib
+    from oscarkv.evaluation.compare.page import require_matplotlib
 
     require_matplotlib()
     from oscarkv.demo.run import FULL, QUICK, calibrate, generate, measure

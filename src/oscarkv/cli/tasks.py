@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,15 @@ ENGINES = ("transformers", "vllm")
 def tasks(
     model: options.ModelArgument,
     listed: Annotated[
-        str, typer.Option("--tasks", metavar="A,B,...", help="Tasks; `list` shows them.")
+        str,
+        typer.Option(
+            "--tasks", metavar="A,B,...", help="Tasks, or lm-eval:NAME; `list` shows ours."
+        ),
     ] = "",
+    plan_name: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="NAME", help="A protocol: paper, or a .toml file."),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK=FILE", help="A task's problems; without, from the hub."),
@@ -49,10 +57,16 @@ def tasks(
     tokens: gather.TokensOption = 30000,
     sink: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
     recent: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Times that each problem is asked.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Of the sampling; 0: no limit.")] = 0,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Times each problem is asked.", show_default="1")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: greedy.", show_default="0")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of the sampling.", show_default="1")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Of the sampling; 0: no limit.", show_default="0")
+    ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer.", show_default="the task's own")
     ] = None,
@@ -79,6 +93,17 @@ def tasks(
             "--engine-option", metavar="NAME=JSON", help="Any other argument of vllm.LLM; repeat."
         ),
     ] = None,
+    run_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-code",
+            help="Let HumanEval and LiveCodeBench run what the model wrote: in a process with "
+            "limits, but better inside a container.",
+        ),
+    ] = False,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="More tasks for lm-eval, as YAML.")
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="OUT", help="Every answer; a run goes on from there."),
@@ -101,6 +126,8 @@ def tasks(
     Example: oscarkv eval tasks MODEL --tasks gsm8k --data gsm8k=test.jsonl --examples
     gsm8k=train.jsonl --artifact FILE --engine vllm --json gsm8k.json
     """
+    from oscarkv.evaluation.tasks.harness import PREFIX, evaluate
+    from oscarkv.evaluation.tasks.plan import load_plan
     from oscarkv.evaluation.tasks.record import REFERENCE, TasksRecord, load_record
     from oscarkv.evaluation.tasks.registry import TASKS, get_task
     from oscarkv.evaluation.tasks.requests import Sampling
@@ -120,12 +147,32 @@ def tasks(
     if not artifact and not wanted:
         raise OscarError("nothing to compare: give --artifact, --recipes or both")
     options.require_files([*(artifact or []), *(calibration_text or [])])
-    names = [part.strip() for part in listed.split(",") if part.strip()]
+    protocol = load_plan(plan_name, model) if plan_name is not None else None
+    if protocol is not None:
+        listed = listed or ",".join(protocol.tasks)
+        max_new_tokens = max_new_tokens or protocol.max_new_tokens
+        chat = protocol.chat if chat is None else chat
+    names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
     if not names:
-        raise OscarError(f"name some --tasks of {', '.join(TASKS)}")
+        raise OscarError(f"name some --tasks of {', '.join(TASKS)}, or a --plan")
+    harnessed = [n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX)]
+    chosen = [get_task(name) for name in names if not name.startswith(PREFIX)]
+    coded = [task.name for task in chosen if task.runs_code]
+    if coded and not run_code:
+        raise OscarError(
+            f"{', '.join(coded)} runs programs that the model wrote; allow it with --run-code, "
+            "in a container"
+        )
     sources, shown = _paths(data, "--data"), _paths(examples, "--examples")
-    chosen = [get_task(name) for name in dict.fromkeys(names)]
-    sampling = Sampling(temperature, top_p, top_k)
+    sampling = protocol.sampling if protocol is not None else Sampling()
+    sampling = Sampling(
+        sampling.temperature if temperature is None else temperature,
+        sampling.top_p if top_p is None else top_p,
+        sampling.top_k if top_k is None else top_k,
+    )
+    count = seeds or (protocol.seeds if protocol is not None else 1)
+    if count > 1 and sampling.greedy:
+        raise OscarError(f"--seeds {count} would ask the same {count} times; set --temperature")
     loaded_artifacts = gather.load_artifacts(artifact or [], [r.name for r in wanted])
 
     from oscarkv.evaluation.tasks.data import problems
@@ -137,8 +184,9 @@ def tasks(
             examples=_examples(task, shots, shown.get(task.name)),
             chat=False,
             max_new_tokens=max_new_tokens or task.max_new_tokens,
-            seeds=range(seeds),
+            seeds=range(count),
             sampling=sampling,
+            template=protocol.template if protocol is not None else {},
             data=str(sources[task.name].name) if task.name in sources else task.hub.dataset,
         )
         for task in chosen
@@ -162,7 +210,8 @@ def tasks(
     record.settings |= {name: gather.describe_setting(one) for name, one in changed.items()}
     files = dict(zip(loaded_artifacts, artifact or [], strict=True))
     longest = _longest(plans, prompts, place.context)
-    knobs = _parse_options(engine_options or [])
+    knobs = dict(protocol.engine) if protocol is not None else {}
+    knobs |= _parse_options(engine_options or [])
 
     def make(name: str) -> Engine:
         if engine == "transformers":
@@ -187,6 +236,25 @@ def tasks(
                     path=json_file,
                     progress=progress,
                 )
+            for seed in range(count) if harnessed else ():
+                evaluate(
+                    harnessed,
+                    make(name),
+                    place.tokenizer,
+                    name,
+                    record.tasks,
+                    context=place.context,
+                    shots=shots,
+                    limit=limit,
+                    chat=bool(chat),
+                    max_new_tokens=max_new_tokens,
+                    seed=seed,
+                    sampling=sampling,
+                    include_path=include_path,
+                    run_code=run_code,
+                )
+                if json_file is not None:
+                    record.save(json_file)
     except KeyboardInterrupt:
         where = "" if json_file is None else f"; answers so far are in {json_file}"
         errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
@@ -256,8 +324,6 @@ class _Place:
 
 
 def _with_chat(plan: TaskPlan, chat: bool | None, tokenizer: Any) -> TaskPlan:
-    import dataclasses
-
     template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not template:
         raise OscarError("this model's tokenizer has no chat template; use --no-chat")
@@ -292,7 +358,8 @@ def _paths(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
 
 def _longest(plans: Sequence[TaskPlan], prompts: dict[str, Any], context: int) -> int:
     """Tokens of the longest request: the engine's max_model_len, the same for all settings."""
-    longest = max(max(map(len, prompts[plan.task.name])) + plan.max_new_tokens for plan in plans)
+    lengths = [max(map(len, prompts[p.task.name])) + p.max_new_tokens for p in plans]
+    longest = max(lengths, default=context)  # lm-eval's prompts are not known yet
     return min(longest, context) if context else longest
 
 

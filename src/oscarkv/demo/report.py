@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +11,7 @@ from oscarkv.artifact.files import library_version, write_atomically
 from oscarkv.demo import plots
 from oscarkv.demo.generation import SERVING_BYTES, Generation
 from oscarkv.demo.run import SHOWN, DemoResult, Pair
+from oscarkv.evaluation.compare.page import marked, style, swatch
 
 #: Contexts the memory figure shows, besides the generations' own.
 LENGTHS = (2048, 8192, 32768, 131072)
@@ -33,6 +32,7 @@ def render(result: DemoResult) -> str:
     recipe = result.artifacts[SHOWN].recipe
     template = Template((files("oscarkv.demo") / "template.html").read_text(encoding="utf-8"))
     return template.substitute(
+        style=style(),
         model=escape(result.model),
         lead=(
             f"Four ways to keep a KV cache in 2 bits, calibrated on one book and measured on "
@@ -86,10 +86,9 @@ def _table(result: DemoResult) -> str:
     rows = []
     for name in sorted(scores, key=lambda name: scores[name].kl):
         score = scores[name]
-        swatch = f'<span class="swatch" style="background:{plots.colour(name)}"></span>'
         state = ' <span class="collapsed">collapsed</span>' if score.collapsed else ""
         cells = (
-            f"{swatch}{escape(name)}{state}",
+            f"{swatch(name)}{escape(name)}{state}",
             f"{score.bits_128k:.2f}",
             f"{score.kl:.4f} ± {score.kl_se:.4f}",
             f"{score.top1:.1%}",
@@ -140,18 +139,6 @@ def _side(label: str, text: str, made: Generation) -> str:
         f'<div class="note">{made.cached:,} tokens in {made.serving / 1e6:.1f} MB, '
         f"{made.bits:.2f} bits per element</div></div>"
     )
-
-
-def marked(a: str, b: str) -> tuple[str, str]:
-    """Two texts as HTML, with the words that differ marked."""
-    left, right = (re.findall(r"\s+|\S+", text) for text in (a.strip(), b.strip()))
-    html: tuple[list[str], list[str]] = ([], [])
-    matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
-    for kind, a0, a1, b0, b1 in matcher.get_opcodes():
-        for side, words in ((0, left[a0:a1]), (1, right[b0:b1])):
-            text = escape("".join(words))
-            html[side].append(text if kind == "equal" or not text else f"<mark>{text}</mark>")
-    return "".join(html[0]), "".join(html[1])
 
 
 def _commands(result: DemoResult) -> str:

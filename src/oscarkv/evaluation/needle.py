@@ -216,22 +216,25 @@ def answer(
     ends = _ends(model, tokenizer)
     made: list[list[int]] = [[] for _ in trials]
     texts = [""] * len(trials)
-    open_ = set(range(len(trials)))
+    rows = list(range(len(trials)))  # the trials that are still being answered
     logits = _read(model, questions, cache)
     while True:
         chosen = logits.argmax(-1)
-        for row, token in enumerate(chosen.tolist()):
-            if row not in open_:
-                continue
+        kept = []
+        for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
             if token not in ends:
                 made[row].append(token)
                 texts[row] = tokenizer.decode(made[row])
             # A line break before anything was said is not yet the end.
             ended = "\n" in texts[row].lstrip() or len(made[row]) >= trials[row].room
-            if token in ends or ended:
-                open_.remove(row)
-        if not open_:
+            if token not in ends and not ended:
+                kept.append(place)
+        if not kept:
             return [text.strip().split("\n")[0] for text in texts]
+        if len(kept) < len(rows):
+            places = torch.tensor(kept, device=model.device)
+            cache.batch_select_indices(places)
+            chosen, rows = chosen[places], [rows[place] for place in kept]
         logits = _read(model, chosen[:, None], cache)
 
 

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from oscarkv.errors import OscarError
 
+#: A fresh seed for each problem of each run, the same for every setting.
+SEED_STRIDE = 1_000_003
+
 
 @dataclass(frozen=True)
 class Sampling:

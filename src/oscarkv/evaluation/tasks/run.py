@@ -11,13 +11,11 @@ from typing import Any
 
 from oscarkv.errors import OscarError
 from oscarkv.evaluation.tasks.record import TaskRecord, TasksRecord, prompts_sha256
-from oscarkv.evaluation.tasks.requests import Answer, Engine, Request, Sampling, cut
+from oscarkv.evaluation.tasks.requests import SEED_STRIDE, Answer, Engine, Request, Sampling, cut
 from oscarkv.evaluation.tasks.task import Problem, Task
 
 #: Seconds between two saves while answers come in.
 SAVE_EVERY = 10.0
-#: A fresh seed for each problem, the same for every setting.
-SEED_STRIDE = 1_000_003
 
 Progress = Callable[[int, int, str], None]
 
@@ -152,12 +150,15 @@ def _run_together(
                     continue
                 key = f"{plan.task.name}/{seed}/{problem.id}"
                 asked[key] = plan, problem, seed
-                room = context - len(tokens) if context else plan.max_new_tokens
+                most = min(
+                    plan.max_new_tokens, problem.extra.get("max_new_tokens", plan.max_new_tokens)
+                )
+                room = context - len(tokens) if context else most
                 requests.append(
                     Request(
                         key=key,
                         tokens=list(tokens),
-                        max_new_tokens=min(plan.max_new_tokens, room),
+                        max_new_tokens=min(most, room),
                         seed=seed * SEED_STRIDE + index,
                         stop=() if plan.chat else plan.task.stop,
                     )

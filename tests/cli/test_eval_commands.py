@@ -1,0 +1,98 @@
+"""`oscarkv eval tasks` and `oscarkv eval needle`, on a tiny model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commandline import Run
+
+from oscarkv.demo.run import book
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(3)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_tasks_are_asked_compared_and_gone_on_with(
+    run: Run, tiny: Path, artifact: Path, rows: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    words = ["eval", "tasks", tiny, "--tasks", "gsm8k", "--data", f"gsm8k={rows}", "--artifact"]
+    words += [artifact, "--max-new-tokens", 4, "--json", out]
+    first = run(*words)
+    assert first.exit_code == 0, first.output
+    assert "balanced" in first.output
+    assert "full precision" in first.output
+    data = json.loads(out.read_text())
+    assert data["settings"]["balanced"]["bits_128k"] < 4
+    answers = data["tasks"]["gsm8k"]["answers"]
+    assert {len(answers[name]["0"]) for name in ("balanced", "full precision")} == {3}
+    data["tasks"]["gsm8k"]["answers"]["balanced"]["0"]["1"]["text"] = "kept"
+    out.write_text(json.dumps(data))
+    assert run(*words).exit_code == 0
+    kept = json.loads(out.read_text())["tasks"]["gsm8k"]["answers"]["balanced"]["0"]["1"]
+    assert kept["text"] == "kept"
+
+
+def test_tasks_refuses_what_cannot_work(
+    refuses: Callable[..., str], run: Run, tiny: Path, artifact: Path, rows: Path
+) -> None:
+    def tasks(*words: object) -> str:
+        return refuses("eval", "tasks", tiny, *words)
+
+    give = ("--artifact", artifact)
+    assert "gsm8k, math500, humaneval" in tasks(*give)
+    assert "no task 'gsm9k'" in tasks("--tasks", "gsm9k", *give)
+    assert "--run-code" in tasks("--tasks", "humaneval,gsm8k", *give)
+    assert "nothing to compare" in tasks("--tasks", "gsm8k")
+    assert "no engine 'tgi'" in tasks("--tasks", "gsm8k", "--engine", "tgi", *give)
+    assert "write TASK=FILE" in tasks("--tasks", "gsm8k", "--data", rows, *give)
+    given = ("--tasks", "gsm8k", "--data", f"gsm8k={rows}", *give)
+    assert "--examples gsm8k=" in tasks(*given, "--shots", 2)
+    assert "set --temperature" in tasks(*given, "--seeds", 3)
+    assert "no chat template" in tasks(*given, "--chat")
+    assert "has no model" in tasks("--plan", "paper", *give)
+    listed = run("eval", "tasks", tiny, "--tasks", "list")
+    assert "livecodebench-v6" in listed.output
+
+
+def test_needle_refuses_what_cannot_work(
+    refuses: Callable[..., str], tiny: Path, artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    def needle(*words: object) -> str:
+        return refuses("eval", "needle", tiny, "--text", text, *words)
+
+    give = ("--artifact", artifact)
+    assert "nothing to compare" in needle()
+    assert "beyond the model's context of 1024" in needle(*give)
+    assert "no room" in needle(*give, "--lengths", "1024")
+    assert "is no length" in needle(*give, "--lengths", "4x")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    assert "no record of needles" in needle(*give, "--json", bad)
+
+
+def test_needles_are_found_compared_and_drawn(run: Run, tmp_path: Path) -> None:
+    from commandline import save_tiny_model
+    from transformers import AutoConfig
+
+    folder = save_tiny_model(tmp_path / "longer")
+    config = AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 4096
+    config.save_pretrained(folder)
+    hay = tmp_path / "hay.txt"
+    hay.write_text(book("alice.txt")[:6000].encode("ascii", "ignore").decode())
+    out, plot = tmp_path / "needle.json", tmp_path / "needle.png"
+    words = ["eval", "needle", folder, "--text", hay, "--recipes", "quarot-int2", "--lengths", "3k"]
+    result = run(*words, "--trials", 4, "--json", out, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert "quarot-int2" in result.output
+    data = json.loads(out.read_text())
+    assert len(data["trials"]) == 12
+    assert all(len(trial["answers"]) == 2 for trial in data["trials"])
+    assert plot.stat().st_size > 1000
