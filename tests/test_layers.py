@@ -29,6 +29,7 @@ BELOW["benchmark"] = LIBRARY
 BELOW["evaluation"] = LIBRARY | {"integrations"}
 BELOW["demo"] = LIBRARY | {"integrations", "evaluation"}
 BELOW["cli"] = LIBRARY | {"integrations", "evaluation", "demo", "benchmark"}
+BELOW["__main__"] = {"cli"}
 
 #: The one look upwards: `Recipe.named` finds presets when it is called, not when it is imported.
 EXCEPTIONS = {("recipe.py", "methods")}

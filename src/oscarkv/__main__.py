@@ -1,6 +1,6 @@
 """`python -m oscarkv`: the command line, where its script is not on the path."""
 
-from oscarkv.cli.app import main
+from oscarkv.cli import main
 
 if __name__ == "__main__":
     main()
