@@ -8,7 +8,18 @@ import typer
 from typer.core import TyperGroup
 
 from oscarkv import __version__
-from oscarkv.cli import bench, calibrate, demo, doctor, evaluate, generate, inspect, vllm, zoo
+from oscarkv.cli import (
+    bench,
+    calibrate,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    sglang,
+    vllm,
+    zoo,
+)
 from oscarkv.cli.console import errors
 from oscarkv.errors import OscarError
 
@@ -52,6 +63,7 @@ app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
+app.add_typer(sglang.app, name="sglang")
 app.add_typer(zoo.app, name="zoo")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)

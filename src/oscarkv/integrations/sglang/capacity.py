@@ -80,3 +80,13 @@ class Capacity:
         """What one request takes at most, while its prompt is read."""
         pages = blocks_for(tokens, self.layout.page_size) + self.windows.at_prefill(tokens)
         return (pages + 2) * self.layers * self.heads * self.layout.bytes
+
+    def usable_bytes(self, memory: int) -> int:
+        """Of all pages, those of windows among them."""
+        tokens = self.tokens(memory)
+        pages = tokens // self.layout.page_size + self.window_pages(tokens)
+        return pages * self.layers * self.heads * self.layout.bytes
+
+    def figures(self, memory: int) -> dict[str, int]:
+        tokens = self.tokens(memory)
+        return {"pages": tokens // self.layout.page_size, "window_pages": self.window_pages(tokens)}
