@@ -38,10 +38,11 @@ def test_retraction_changes_nothing(tiny_model, monkeypatch, radix):
     """SGLang is made to retract every few steps."""
     from sglang.srt.managers import scheduler
 
+    asked = prompts(*[30 + 70 * i for i in range(8)], seed=2)
+    with engine(tiny_model, STRICT) as undisturbed:
+        expected = undisturbed.generate(asked, 60)
     monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
     monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 12)
-    asked = prompts(*[30 + 70 * i for i in range(8)], seed=2)
-    expected = tiny_model.oracle(asked, 60)
     with engine(tiny_model, STRICT, disable_radix_cache=not radix) as started:
         names = [started.submit(prompt, 60) for prompt in asked]
         started.drain()
@@ -58,11 +59,12 @@ def test_retraction_for_want_of_pages(tiny_model, monkeypatch):
 
     from oscarkv.integrations.sglang import allocator
 
+    asked = prompts(*[20 + 9 * i for i in range(8)], seed=2)
+    with engine(tiny_model, STRICT) as undisturbed:
+        expected = undisturbed.generate(asked, 220)
     monkeypatch.setattr(schedule_policy, "CLIP_MAX_NEW_TOKENS", 1)
     monkeypatch.setattr(allocator, "FUTURE", 1)
-    asked = prompts(*[20 + 9 * i for i in range(8)], seed=2)
-    expected = tiny_model.oracle(asked, 220)
-    with engine(tiny_model, STRICT, max_total_tokens=8 * 256, context_length=1024) as started:
+    with engine(tiny_model, STRICT, max_total_tokens=8 * 240, context_length=1024) as started:
         names = [started.submit(prompt, 220) for prompt in asked]
         started.drain()
         requests = [started.finished[name] for name in names]
@@ -76,7 +78,7 @@ def test_random_requests_leave_nothing_behind(tiny_model):
     chooser = random.Random(7)
     (canary,) = prompts(500, seed=8)
     shared = prompts(300, 650, seed=9)
-    knobs = {"max_total_tokens": 24 * 256, "context_length": 1024, "chunked_prefill_size": 512}
+    knobs = {"max_total_tokens": 24 * 240, "context_length": 1024, "chunked_prefill_size": 512}
     with engine(tiny_model, STRICT, **knobs) as started:
         (expected,) = started.generate([canary])
         assert expected == tiny_model.oracle([canary])[0]
