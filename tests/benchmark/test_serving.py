@@ -213,8 +213,8 @@ def test_geometries(name: str) -> None:
 
 
 def test_a_made_model_is_one(tmp_path: Path) -> None:
+    from oscarkv.integrations.serving.fit import geometry_of
     from oscarkv.integrations.transformers.models import load_config
-    from oscarkv.integrations.vllm.fit import geometry_of
 
     model, file = geometry.make_model("tiny", tmp_path, Recipe.named("balanced"))
     artifact = load_artifact(file)  # checks inverses

@@ -13,6 +13,7 @@ from oscarkv.errors import OscarError
 #: A line of a worker's output that is for us begins so; everything else is the engine's talk.
 MARK = "@oscarkv "
 OURS = "oscarkv"
+VLLM, SGLANG = KINDS = ("vllm", "sglang")
 #: How contexts come about: marked as computed, read, or the first for decode steps and the second
 #: for times to first token.
 COMPUTED, REAL, BOTH = PREFILLS = ("computed", "real", "both")
@@ -62,9 +63,9 @@ class Load:
 class EnginePlan:
     """One engine, in one process."""
 
-    name: str  # oscarkv, or the name of vLLM's own attention
+    name: str  # oscarkv, or the name of the engine's own attention
     model: str
-    engine: dict[str, Any]  # arguments of vllm.LLM
+    engine: dict[str, Any]  # arguments of vllm.LLM or sglang.Engine
     prefill: str  # one of PREFILLS
     vocabulary: int
     shapes: list[Shape] = field(default_factory=list)
@@ -72,6 +73,7 @@ class EnginePlan:
     prompts: list[int] = field(default_factory=list)  # lengths whose first token is timed
     steps: int = STEPS
     repeats: int = 3
+    kind: str = VLLM
 
     @property
     def connector(self) -> bool:
@@ -89,7 +91,8 @@ class EnginePlan:
     def room(self, shape: Shape) -> int:
         """New tokens that a request may make before the last of a batch has made its own: those
         that are read first decode while the others are read."""
-        chunk = self.engine.get("max_num_batched_tokens") or 2048
+        option = "max_num_batched_tokens" if self.kind == VLLM else "chunked_prefill_size"
+        chunk = self.engine.get(option) or 2048
         reading = 0 if self.connector else shape.batch * (-(-shape.context // chunk) + 1)
         return WARM_TOKENS + self.steps + reading + 8
 

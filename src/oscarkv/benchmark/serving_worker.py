@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,8 @@ from oscarkv.benchmark.serving_plan import (
     MARK,
     OURS,
     REAL,
+    SGLANG,
+    VLLM,
     WARM_TOKENS,
     EnginePlan,
     Load,
@@ -66,31 +68,20 @@ def one_line(error: BaseException) -> str:
 
 def _run(plan: EnginePlan) -> None:
     begin = time.perf_counter()
-    from vllm import LLM
+    driver: Any
+    if plan.kind == SGLANG:
+        from oscarkv.benchmark import serving_sglang
 
-    llm = LLM(plan.model, **plan.engine)
-    config = llm.llm_engine.vllm_config
-    attention = implementations(config)
-    if plan.name == OURS:
-        require_plugin(attention)
-    emit(
-        "started",
-        attention=attention,
-        seconds=time.perf_counter() - begin,
-        kv_tokens=config.cache_config.kv_cache_size_tokens,
-        kv_blocks=config.cache_config.num_gpu_blocks,
-        concurrency=config.cache_config.kv_cache_max_concurrency,
-        max_model_len=config.model_config.max_model_len,
-        dtype=str(config.model_config.dtype).removeprefix("torch."),
-        device=config.device_config.device_type,
-    )
-    driver = Driver(llm.llm_engine, plan, config.cache_config.kv_cache_size_tokens)
+        driver, about = serving_sglang.start(plan)
+    else:
+        driver, about = start(plan)
+    emit("started", seconds=time.perf_counter() - begin, **about)
     driver.warm_up()
     for shape in plan.shapes:
         what = {**vars(shape), "contexts": plan.step_contexts}
         measure("steps", what, plan.repeats, partial(driver.step_time, shape))
     for contexts in plan.load_contexts:
-        with driver.contexts(contexts):
+        with driver.contexts(contexts) if plan.kind == VLLM else nullcontext():
             if contexts == REAL:
                 for length in plan.prompts:
                     once = partial(driver.first_token, length)
@@ -98,6 +89,27 @@ def _run(plan: EnginePlan) -> None:
             if plan.load is not None:
                 emit("load", contexts=contexts, **vars(plan.load), **driver.serve(plan.load))
     emit("done")
+
+
+def start(plan: EnginePlan) -> tuple[Any, dict[str, Any]]:
+    """vLLM, and what it says of itself."""
+    from vllm import LLM
+
+    llm = LLM(plan.model, **plan.engine)
+    config = llm.llm_engine.vllm_config
+    attention = implementations(config)
+    if plan.name == OURS:
+        require_plugin(attention)
+    about = {
+        "attention": attention,
+        "kv_tokens": config.cache_config.kv_cache_size_tokens,
+        "kv_blocks": config.cache_config.num_gpu_blocks,
+        "concurrency": config.cache_config.kv_cache_max_concurrency,
+        "max_model_len": config.model_config.max_model_len,
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "device": config.device_config.device_type,
+    }
+    return Driver(llm.llm_engine, plan, config.cache_config.kv_cache_size_tokens), about
 
 
 def implementations(config: Any) -> list[str]:

@@ -17,6 +17,7 @@ from oscarkv.cli import (
     generate,
     inspect,
     needle,
+    sglang,
     tasks,
     tune,
     vllm,
@@ -68,6 +69,7 @@ evaluate.app.command("tasks")(tasks.tasks)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
+app.add_typer(sglang.app, name="sglang")
 app.add_typer(zoo.app, name="zoo")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)

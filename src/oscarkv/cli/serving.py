@@ -41,7 +41,7 @@ def serving(
         str | None,
         typer.Option(help="Random weights of this shape: qwen3-4b, qwen3-8b, qwen3-32b or tiny."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="The serving engine: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="The serving engine: vllm or sglang.")] = "vllm",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here.")
     ] = None,
@@ -52,8 +52,9 @@ def serving(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="oscarkv and vLLM's own attention backends, in this order.",
-            show_default="FLASH_ATTN,TRITON_ATTN,oscarkv; without a GPU CPU_ATTN,oscarkv",
+            help="oscarkv and the engine's own attention backends, in this order.",
+            show_default="FLASH_ATTN,TRITON_ATTN,oscarkv; without a GPU CPU_ATTN,oscarkv; with "
+            "sglang fa3,triton,oscarkv and torch_native,oscarkv",
         ),
     ] = "",
     shapes: Annotated[
@@ -82,7 +83,7 @@ def serving(
         typer.Option(
             help="computed: contexts are marked as computed; real: they are read; both: decoding "
             "with the first, times to first token with the second.",
-            show_default="both; without a GPU real",
+            show_default="both; without a GPU, or with sglang, real",
         ),
     ] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Of every figure; medians count.")] = 3,
@@ -93,23 +94,25 @@ def serving(
         float | None,
         typer.Option(metavar="GIB", help="Memory for the KV cache, instead of a share."),
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's option.")] = 0.9,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="The share of a GPU to fill.")
+    ] = 0.9,
     max_num_seqs: Annotated[
         int | None, typer.Option(min=1, show_default="32 to 256, as the requests need")
     ] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=16, help="vLLM's option.")] = 8192,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=16, help="Of a step; a chunk.")] = 8192,
     eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs.")] = False,
     engine_options: Annotated[
         list[str] | None,
         typer.Option(
             "--engine-option",
             metavar="NAME=JSON",
-            help="Any other argument of vllm.LLM; repeat for more.",
+            help="Any other argument of vllm.LLM or sglang.Engine; repeat for more.",
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 1800,
 ) -> None:
-    """Send the same requests to vLLM with its own cache and with oscarkv's, and compare.
+    """Send the same requests to an engine with its own cache and with oscarkv's, and compare.
 
     KV capacity in tokens, time of a decode step over batch and context, time to first token,
     inter-token latency and throughput. Every engine has a process of its own. What is there is
@@ -119,8 +122,6 @@ def serving(
     """
     for path in filter(None, (json_file, plot_file)):
         options.require_writable(path)
-    if engine != "vllm":
-        raise OscarError(f"unknown engine {engine!r}; known: vllm")
 
     import torch
 
@@ -129,23 +130,29 @@ def serving(
     from oscarkv.benchmark.serving_plan import (
         BOTH,
         COMPUTED,
+        KINDS,
         PREFILLS,
         REAL,
+        SGLANG,
         EnginePlan,
         Load,
         Shape,
         parse_length,
     )
 
+    if engine not in KINDS:
+        raise OscarError(f"unknown engine {engine!r}; known: {', '.join(KINDS)}")
     if plot_file is not None:
         serving_report.require_matplotlib()
     on_gpu = torch.cuda.is_available()
     if prefill == "auto":
-        prefill = BOTH if on_gpu else REAL
+        prefill = BOTH if on_gpu and engine != SGLANG else REAL
     if prefill not in PREFILLS:
         raise OscarError(f"--prefill {prefill}: use {', '.join(PREFILLS)}")
+    if engine == SGLANG and prefill != REAL:
+        raise OscarError(f"--prefill {prefill}: SGLang has no way to mark contexts as computed")
     asked = [Shape.parse(part) for part in _listed(shapes or _shapes(on_gpu))]
-    names = _listed(engines or _engines(on_gpu))
+    names = _listed(engines or _engines(engine, on_gpu))
     lengths = [parse_length(part) for part in _listed(prompts)]
     lengths = lengths if prompts else sorted({shape.context for shape in asked})
     count = (128 if on_gpu else 4) if requests is None else requests
@@ -154,19 +161,26 @@ def serving(
         request_context or (32768 if on_gpu else 512),
         new_tokens or (512 if on_gpu else 16),
     )
-    common: dict[str, Any] = {
-        "dtype": "bfloat16" if on_gpu else "float32",
-        "max_num_seqs": max_num_seqs or min(256, max(32, count, *(shape.batch for shape in asked))),
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "enforce_eager": eager,
-        "enable_prefix_caching": False,
-        "skip_tokenizer_init": True,
-        **({} if prefill == REAL else {"kv_transfer_config": CONNECTOR}),
-        **_parse_options(engine_options or []),
-    }
-    if memory is not None:
-        common["kv_cache_memory_bytes"] = int(memory * GIB)
+    sequences = max_num_seqs or min(256, max(32, count, *(shape.batch for shape in asked)))
+    extra = _parse_options(engine_options or [])
+    if engine == SGLANG:
+        arguments = _sglang_arguments(on_gpu, eager, sequences, max_num_batched_tokens)
+        arguments |= {"mem_fraction_static": gpu_memory_utilization} if on_gpu else {}
+        common = arguments | extra
+    else:
+        common = {
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "max_num_seqs": sequences,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": eager,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+            **({} if prefill == REAL else {"kv_transfer_config": CONNECTOR}),
+            **extra,
+        }
+        if memory is not None:
+            common["kv_cache_memory_bytes"] = int(memory * GIB)
 
     with _model(geometry, model, artifact) as (source, file, vocabulary, dummy):
         common |= {"load_format": "dummy"} if dummy else {}
@@ -175,9 +189,15 @@ def serving(
 
         def plan(name: str) -> EnginePlan:
             settings = dict(common)
-            if name == "oscarkv":
+            if engine == SGLANG:
+                settings["attention_backend"] = name
+                if name == "oscarkv":
+                    settings |= {f"oscarkv_{key}": value for key, value in section.items()}
+            elif name == "oscarkv":
                 settings["additional_config"] = {"oscarkv": section}
-            if on_gpu:  # elsewhere there is one only, and the plugin stands in for it
+            if (
+                on_gpu and engine != SGLANG
+            ):  # elsewhere there is one only, and the plugin stands in for it
                 settings["attention_backend"] = "CUSTOM" if name == "oscarkv" else name
             return EnginePlan(
                 name=name,
@@ -190,14 +210,21 @@ def serving(
                 prompts=[] if prefill == COMPUTED else lengths,
                 steps=steps,
                 repeats=repeats,
+                kind=engine,
             )
 
         plans = [plan(name) for name in names]
         longest = max(each.longest for each in plans)  # the same for all, or capacities differ
         if not longest:
             raise OscarError("nothing to measure: no --shapes, no --prompts and no --requests")
+        length = "context_length" if engine == SGLANG else "max_model_len"
+        longest += 8 if engine == SGLANG else 0  # tokens that it keeps back
         for each in plans:
-            each.engine.setdefault("max_model_len", longest)
+            each.engine.setdefault(length, longest)
+            if engine == SGLANG and memory is not None:
+                each.engine["max_total_tokens"] = _sglang_tokens(
+                    each, int(memory * GIB), section, each.engine[length]
+                )
         record = ServingRecord(_about(geometry or Path(str(model)).name, plans, on_gpu))
 
         def save() -> None:
@@ -224,7 +251,40 @@ def _shapes(on_gpu: bool) -> str:
     return "1x8k,1x32k,32x1k,32x8k,32x16k,16x32k" if on_gpu else "1x512,2x512"
 
 
-def _engines(on_gpu: bool) -> str:
+def _sglang_arguments(on_gpu: bool, eager: bool, sequences: int, chunk: int) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "device": "cuda" if on_gpu else "cpu",
+        "max_running_requests": sequences,
+        "chunked_prefill_size": chunk,
+        "disable_radix_cache": True,
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": eager or not on_gpu,
+    }
+    if not on_gpu:
+        common |= {"sampling_backend": "pytorch", "grammar_backend": "none"}
+        common["disable_overlap_schedule"] = True
+    return common
+
+
+def _sglang_tokens(plan: EnginePlan, memory: int, section: dict[str, Any], length: int) -> int:
+    """SGLang takes no bytes: the tokens that it would have made of them."""
+    import torch
+
+    from oscarkv.integrations.serving.fit import geometry_of
+    from oscarkv.integrations.serving.settings import Settings
+    from oscarkv.integrations.sglang.capacity import Capacity
+    from oscarkv.integrations.transformers.models import load_config
+
+    model = geometry_of(load_config(plan.model), plan.model).identity
+    recipe, dtype = Settings(**section).recipe, getattr(torch, plan.engine["dtype"])
+    capacity = Capacity(model.layers, model.kv_heads, model.head_dim, dtype, recipe, length)
+    return capacity.tokens(memory) if plan.name == "oscarkv" else capacity.plain_tokens(memory)
+
+
+def _engines(engine: str, on_gpu: bool) -> str:
+    if engine == "sglang":
+        return "fa3,triton,oscarkv" if on_gpu else "torch_native,oscarkv"
     return "FLASH_ATTN,TRITON_ATTN,oscarkv" if on_gpu else "CPU_ATTN,oscarkv"
 
 
@@ -264,9 +324,10 @@ def _about(model: str, plans: list[EnginePlan], on_gpu: bool) -> dict[str, Any]:
     from oscarkv.benchmark import machine
 
     gpu = machine.gpus()[0] if on_gpu else None
-    plain = {k: v for k, v in plans[0].engine.items() if k != "additional_config"}
+    ours = ("additional_config", "oscarkv_")
+    plain = {k: v for k, v in plans[0].engine.items() if not k.startswith(ours)}
     return {
-        "engine": "vllm",
+        "engine": plans[0].kind,
         "model": model,
         "device": gpu.name if gpu else machine.processor(),
         "command": shlex.join(["oscarkv", *sys.argv[1:]]),

@@ -374,7 +374,8 @@ def _attend(
         blocks = [_PackedBlock(pages, layer, workspace) for pages, _ in history]
         for block, (_, mask) in zip(blocks, history, strict=True):
             logits.append(finish_logits(block.logits(transformed), mask))
-            block.parameters[1] = tuple(_written(x, mask) for x in block.parameters[1])
+            s, lo = block.parameters[1]
+            block.parameters[1] = (_written(s, mask), _written(lo, mask))
     widths = [part.shape[-1] for part in logits]
     weights = torch.softmax(torch.cat(logits, -1), -1).split(widths, -1)
     result = weights[0] @ _written(values, exact[2])

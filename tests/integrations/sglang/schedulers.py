@@ -52,11 +52,14 @@ def engine(model: Any, options: dict[str, Any] | None = None, **knobs: Any) -> I
 
 class Engine:
     def __init__(self, knobs: dict[str, Any]) -> None:
+        import zmq
         from sglang.srt.entrypoints.engine import Engine as Stock
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs
 
+        # A scheduler that goes would wait for somebody to hear its last messages.
+        zmq.Context.__del__ = lambda self: None
         load_plugins()
         self.arguments = Stock.server_args_class(**knobs)
         self.arguments.resolve_once()
@@ -65,7 +68,12 @@ class Engine:
 
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         publish(self.arguments, role="scheduler", ranks=ranks)
-        self.scheduler = Scheduler(self.arguments, PortArgs.init_new(self.arguments))
+        self.scheduler: Any = None
+        try:
+            self.scheduler = Scheduler(self.arguments, PortArgs.init_new(self.arguments))
+        except BaseException:
+            self.close()
+            raise
         self._made = 0
         self.finished: dict[str, Any] = {}
 

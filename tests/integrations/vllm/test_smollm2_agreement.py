@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "vllm_agreement.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "serving_agreement.py"
 #: The most by which logarithmic probabilities may differ at prompts this short; by a tenth of it in
 #: the middle. Engines that differ by 1e-5 without packing round some 2-bit codes otherwise.
 TIPPED = 0.2

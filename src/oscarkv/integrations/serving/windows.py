@@ -72,3 +72,12 @@ class WindowRule:
         tenth of the capacity. Admission counts the real maximum."""
         blocks = self.sink_blocks + self.tail(SLACK) + self.page // PAGE_QUANTUM
         return min(blocks, blocks_for(max_model_len))
+
+    def at_prefill(self, tokens: int) -> int:
+        """What a request comes to hold while `tokens` of its prompt are there: the sink, and the
+        window before its new tokens and at their end."""
+        return min(self.sink_blocks + 2 * self.tail(SLACK), blocks_for(tokens))
+
+    def at_decode(self, tokens: int) -> int:
+        """What a request of so many tokens holds between steps, at most."""
+        return min(self.sink_blocks + self.tail(SLACK), blocks_for(tokens))

@@ -29,6 +29,8 @@ FUTURE = 4096
 class OscarAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's allocator, whose list of free pages is known to the host as well."""
 
+    free_pages: Tensor
+
     def __init__(
         self,
         size: int,
@@ -57,6 +59,11 @@ class OscarAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """Pages that are free, or hold windows that nobody reads."""
         return len(self._free) + self.windows.idle
 
+    @property
+    def window_excess(self) -> int:
+        """Pages that windows took from histories."""
+        return max(0, self.windows.held - self.pool.window_pages)
+
     def available_size(self) -> int:
         """Tokens, as SGLang counts them."""
         unused = max(0, self.pool.window_pages - self.windows.held)
@@ -66,13 +73,13 @@ class OscarAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return WindowBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
-        return self.windows.at_prefill(prefill_tokens) * self.page_size
+        return self.windows.rule.at_prefill(prefill_tokens) * self.page_size
 
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, **_: Any
     ) -> int | None:
         """An empty pool must hold the request, and a page more, which admission asks for."""
-        windows = self.windows.at_prefill(input_tokens + max_new_tokens)
+        windows = self.windows.rule.at_prefill(input_tokens + max_new_tokens)
         room = (self.num_pages - windows - blocks_for(input_tokens, self.page_size) - 1) * (
             self.page_size
         )
@@ -278,7 +285,7 @@ class WindowBudget(PrefillBudget):  # type: ignore[misc]
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         windows = allocator.windows
         self.growth = sum(
-            max(0, windows.at_decode(holding.longest) - len(holding.held))
+            max(0, windows.rule.at_decode(holding.longest) - len(holding.held))
             for holding in windows.requests.values()
         )
 

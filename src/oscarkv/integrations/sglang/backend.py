@@ -18,9 +18,11 @@ from torch import Tensor
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError, UnsupportedModelError
+from oscarkv.integrations.serving import refusal
 from oscarkv.integrations.serving.layers import layer_cache, rank_heads, rank_transforms
 from oscarkv.integrations.serving.windows import blocks_for
 from oscarkv.integrations.sglang import options
+from oscarkv.integrations.sglang.check import verify
 from oscarkv.integrations.sglang.pool import OscarPool
 from oscarkv.kernels import LayerCache, get_backend
 
@@ -40,10 +42,13 @@ class Step:
 class OscarAttention(AttentionBackend):  # type: ignore[misc]
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        settings = options.settings_of(runner.server_args)
-        pool = runner.token_to_kv_pool
-        if settings is None or not isinstance(pool, OscarPool):
-            raise OscarError("oscarkv's attention without its cache")
+        try:
+            verify(runner)
+        except OscarError as error:
+            refusal.refuse(error)
+        settings, pool = options.settings_of(runner.server_args), runner.token_to_kv_pool
+        assert settings is not None
+        assert isinstance(pool, OscarPool)
         self.settings, self.pool = settings, pool
         self.page = pool.page_size
         self.rows = runner.req_to_token_pool.req_to_token
@@ -209,7 +214,7 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
             recipe,
             float(layer.scaling),
             layer.logit_cap or None,
-            self.pool.shape.layout,
+            self.pool.layout,
             *self.pool.layer_tensors(layer.layer_id),
         )
 

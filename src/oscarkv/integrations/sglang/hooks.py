@@ -7,8 +7,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from oscarkv.errors import OscarError
 from oscarkv.integrations.serving import refusal
-from oscarkv.integrations.sglang import options
+from oscarkv.integrations.sglang import fork, options
 
 
 def install() -> None:
@@ -28,15 +29,38 @@ def install() -> None:
     refusal.print_refusals_as_lines()
 
 
+def install_version_refusal(error: OscarError) -> None:
+    """For an SGLang whose interfaces are unknown: stop servers that ask for oscarkv, no others."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    def refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
+        if options.asked_for(server_args):
+            raise error
+        previous(server_args)
+
+    add_attention_backend_choices([options.NAME])
+    register_resolution_hook("handle_model_specific_adjustments")(refuse)
+    HookRegistry.register(
+        "sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AROUND
+    )
+    refusal.print_refusals_as_lines()
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 
 def _add_cli_args(plain: Any, parser: Any) -> None:
     plain(parser)
     options.add_arguments(parser)
+    dtype = parser._option_string_actions["--kv-cache-dtype"]
+    if dtype.choices is not None:
+        dtype.choices = [*dtype.choices, fork.DTYPE]  # to be refused with advice
 
 
 def _from_cli_args(plain: Any, cls: Any, arguments: Any) -> Any:
+    if arguments.kv_cache_dtype == fork.DTYPE:
+        raise OscarError(fork.refusal_of(f"--kv-cache-dtype {fork.DTYPE}"))
     made = plain(cls, arguments)
     options.keep(made, options.take(dict(vars(arguments))))
     return made
@@ -98,12 +122,43 @@ def _cell_size(plain: Any, configurator: Any, cache: Any, num_layers: int) -> in
         return int(plain(configurator, cache, num_layers))
     from sglang.srt.runtime_context import get_parallel
 
-    from oscarkv.integrations.sglang.pool import PoolShape
+    from oscarkv.integrations.sglang.capacity import Capacity
 
     model = cache.model_config
     heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
-    shape = PoolShape.of(settings, model.head_dim, cache.kv_cache_dtype, model.context_len)
-    return shape.token_bytes(num_layers, heads)
+    dim, dtype = model.head_dim, cache.kv_cache_dtype
+    recipe, length = settings.recipe, model.context_len
+    return Capacity(num_layers, heads, dim, dtype, recipe, length).token_bytes
+
+
+def _load_model(plain: Any, runner: Any, *arguments: Any, **settings: Any) -> Any:
+    """In every worker. Drafts are models of their own."""
+    made = plain(runner, *arguments, **settings)
+    asked = options.settings_of(runner.server_args)
+    if asked is None or runner.is_draft_worker or runner.server_args.load_format == "dummy":
+        return made
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from oscarkv.integrations.serving.weights import check_weights
+
+    model = runner.model_config
+    widths = {model.hidden_size, model.head_dim}
+    try:
+        check_weights(asked.loaded, runner.model, model.model_path, VocabParallelEmbedding, widths)
+    except OscarError as error:
+        refusal.refuse(error)
+    return made
+
+
+def _wait_for_scheduler_ready(plain: Any, *arguments: Any, **settings: Any) -> Any:
+    """In the process that starts the server, when another one fails."""
+    try:
+        return plain(*arguments, **settings)
+    except RuntimeError:
+        reason = refusal.heard()
+        if reason is None:
+            raise
+        raise reason from None
 
 
 # -- what the scheduler does -----------------------------------------------------------------------
@@ -152,6 +207,8 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         _cell_size
     ),
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": _load_model,
+    "sglang.srt.entrypoints.engine._wait_for_scheduler_ready": _wait_for_scheduler_ready,
     f"{_MEMORY}.allocation.alloc_for_extend": _alloc_for_extend,
     f"{_MEMORY}.allocation.alloc_for_decode": _alloc_for_decode,
     f"{_MEMORY}.common.release_kv_cache": _release_kv_cache,

@@ -20,6 +20,11 @@ def register() -> None:
     _registered = True
     from oscarkv.integrations.sglang import hooks
 
+    try:
+        check_version(engine_version())
+    except MissingDependencyError as error:
+        hooks.install_version_refusal(error)
+        return
     hooks.install()
 
 

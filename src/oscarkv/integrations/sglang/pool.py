@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,37 +9,13 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
-from oscarkv.codec import PageLayout
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
-from oscarkv.integrations.serving.settings import Settings, window_page_bytes
-from oscarkv.integrations.serving.windows import WindowRule
+from oscarkv.integrations.serving import refusal
+from oscarkv.integrations.serving.settings import window_page_bytes
 from oscarkv.integrations.sglang import options
-
-
-@dataclass(frozen=True)
-class PoolShape:
-    """How memory is shared out, for the pool and for SGLang's sizing alike."""
-
-    layout: PageLayout
-    rule: WindowRule
-    context: int  # the longest request
-
-    @classmethod
-    def of(cls, settings: Settings, head_dim: int, dtype: torch.dtype, context: int) -> PoolShape:
-        recipe = settings.recipe
-        layout = options.page_layout(recipe, head_dim, dtype)
-        return cls(layout, WindowRule(recipe.sink, recipe.recent, layout.page_size), context)
-
-    def window_pages(self, tokens: int) -> int:
-        """Pages for the windows of as many requests of the longest length as `tokens` are."""
-        return tokens * self.rule.charged(self.context) // self.context
-
-    def token_bytes(self, layers: int, heads: int) -> int:
-        """What a token costs, its share of windows included."""
-        page = self.rule.page
-        share = 1 + page * self.rule.charged(self.context) / self.context
-        return math.ceil(layers * heads * self.layout.bytes / page * share)
+from oscarkv.integrations.sglang.capacity import Capacity
+from oscarkv.integrations.sglang.check import check_memory
 
 
 class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
@@ -51,28 +25,37 @@ class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
         settings = options.active()
         assert settings is not None
         if self.post_capture_active:
-            raise OscarError("oscarkv cannot be used with KV caches sized after graph capture")
-        self.shape = PoolShape.of(settings, self.head_dim, self.dtype, options.longest())
-        self.rule = self.shape.rule
+            refusal.refuse(OscarError("oscarkv cannot be used with caches sized after capture"))
+        self.capacity = Capacity(
+            self.layer_num,
+            self.head_num,
+            self.head_dim,
+            self.dtype,
+            settings.recipe,
+            options.longest(),
+        )
+        self.layout, self.rule = self.capacity.layout, self.capacity.windows
         if self.page_size != self.rule.page:
-            raise OscarError(
-                f"pages hold {self.rule.page} tokens, and SGLang made {self.page_size}"
-            )
-        self.window_pages = self.shape.window_pages(self.size)
+            found = f"pages hold {self.rule.page} tokens, and SGLang's {self.page_size}"
+            refusal.refuse(OscarError(f"oscarkv's plugin did not take effect: {found}"))
+        self.window_pages = self.capacity.window_pages(self.size)
+        try:
+            check_memory(self)
+        except OscarError as error:
+            refusal.refuse(error)
         pages = self.size // self.page_size + self.window_pages + 1
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            self.k_buffer = [
-                torch.zeros(
-                    pages,
-                    self.head_num,
-                    self.shape.layout.bytes,
-                    dtype=torch.uint8,
-                    device=self.device,
-                )
-                for _ in range(self.layer_num)
-            ]
+            self.memory = torch.zeros(
+                self.layer_num,
+                pages,
+                self.head_num,
+                self.layout.bytes,
+                dtype=torch.uint8,
+                device=self.device,
+            )
+        self.k_buffer = list(self.memory)
         room = window_page_bytes(self.head_dim, self.dtype)
-        self.v_buffer = [pages[..., :room].view(self.dtype) for pages in self.k_buffer]
+        self.v_buffer = [layer[..., :room].view(self.dtype) for layer in self.k_buffer]
         units = pages * (self.page_size // PAGE_QUANTUM)
         #: Of every 16 slots the page that has their exact copy; 0: none.
         self.window_of = torch.zeros(units, dtype=torch.int32, device=self.device)
@@ -83,7 +66,7 @@ class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """All of it is keys and values together."""
-        return sum(pages.nbytes for pages in self.k_buffer) + self.window_of.nbytes, 0
+        return self.memory.nbytes + self.window_of.nbytes, 0
 
     def set_kv_buffer(self, *_: Any, **__: Any) -> None:
         raise OscarError("oscarkv's cache is written by its own attention only")

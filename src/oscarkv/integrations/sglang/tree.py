@@ -1,8 +1,8 @@
 """SGLang's radix cache, in which a prefix counts as far as its windows are there.
 
-Prompts and answers are cached alike, in whole pages. A hit needs the sink's windows and those of the
-last recent - 1 tokens before its end; where they are gone it ends earlier. Nothing inside a window
-is ever read packed instead.
+Prompts and answers are cached alike, in whole pages. A hit needs the sink's windows and those of
+the last recent - 1 tokens before its end; where they are gone it ends earlier. Nothing inside a
+window is ever read packed instead.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ class OscarTree(RadixCache):  # type: ignore[misc]
                 allocator.pages_of(path[:shared]),
             )
         return result
+
+    def protected_size(self) -> int:
+        """What running requests hold of the tree, and of windows beyond the pages that are there
+        for them: SGLang adds this up with what is free."""
+        allocator = self.token_to_kv_pool_allocator
+        return int(super().protected_size() + allocator.window_excess * self.page_size)
 
     def oldest_leaf(self) -> float:
         """When the tree's oldest evictable leaf was last used."""

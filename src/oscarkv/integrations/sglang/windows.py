@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oscarkv.codec.layout import PAGE_QUANTUM
-from oscarkv.integrations.serving.windows import SLACK, WindowRule, blocks_for
+from oscarkv.integrations.serving.windows import WindowRule
 
 
 @dataclass
@@ -56,17 +56,6 @@ class Windows:
     @property
     def held(self) -> int:
         return len(self.page_of) - self.idle
-
-    def at_prefill(self, tokens: int) -> int:
-        """What a request comes to hold while `tokens` of its prompt are there: the sink, and the
-        window before its new tokens and at their end."""
-        most = self.rule.sink_blocks + 2 * self.rule.tail(SLACK)
-        return min(most, blocks_for(tokens))
-
-    def at_decode(self, tokens: int) -> int:
-        """What a request of so many tokens holds between steps, at most."""
-        most = self.rule.sink_blocks + self.rule.tail(SLACK)
-        return min(most, blocks_for(tokens))
 
     def real(self, first: int, last: int, end: int) -> list[int]:
         """Of the blocks first to last those that must be real once `end` tokens are there."""

