@@ -193,7 +193,7 @@ PLANS = {
     "gpu": Plan(),
     # SmolLM2 on two cores, in an hour or two: its context ends at 8,192.
     "cpu": Plan(
-        methods=(4096, 4),
+        methods=(4096, 2),
         alone=(4096, 2),
         ablation=(4096, 2),
         parts=(4096, 2),
@@ -206,9 +206,9 @@ PLANS = {
     "ci": Plan(
         tokens=3072,
         length=1024,
-        methods=(1536, 2),
+        methods=(1536, 1),
         packed=("balanced", "compact", "paper", "quarot-int2", "saw-int4"),
-        simulated=("kivi-2bit", "turboquant-3bit"),
+        simulated=("kivi-2bit", "rotatekv-2bit", "turboquant-3bit"),
         sections=("methods",),
     ),
     "tiny": Plan(
