@@ -50,9 +50,18 @@ from oscarkv.recipe import Recipe
 
 BALANCED, COMPACT, PAPER = (Recipe.named(n) for n in ("balanced", "compact", "paper"))
 
-#: In the table of methods, in this order; the others of `presets()` follow.
-PACKED = ("balanced", "compact", "paper", "paper-softmax", "paper-per-head", "quarot-int2")
-PACKED_REST = ("naive-int2", "saw-int4", "bf16")
+#: In the table of methods, in this order.
+PACKED = (
+    "balanced",
+    "compact",
+    "paper",
+    "paper-softmax",
+    "paper-per-head",
+    "quarot-int2",
+    "naive-int2",
+    "saw-int4",
+    "bf16",
+)
 
 
 # -- what is tried -------------------------------------------------------------------------------
@@ -148,6 +157,7 @@ class Plan:
     tokens: int = 30000
     length: int | None = None  # of calibration sequences
     methods: tuple[int, int] = (4096, 16)
+    packed: tuple[str, ...] = PACKED
     simulated: tuple[str, ...] = tuple(simulations())
     alone: tuple[int, int] = (4096, 8)
     ablation: tuple[int, int] = (4096, 8)
@@ -183,7 +193,7 @@ PLANS = {
     "gpu": Plan(),
     # SmolLM2 on two cores, in an hour or two: its context ends at 8,192.
     "cpu": Plan(
-        methods=(4096, 4),
+        methods=(4096, 2),
         alone=(4096, 2),
         ablation=(4096, 2),
         parts=(4096, 2),
@@ -194,10 +204,11 @@ PLANS = {
     # SmolLM2 and the bundled books on two cores, in minutes; KVQuant's gradients alone would take
     # as long.
     "ci": Plan(
-        tokens=8192,
+        tokens=3072,
         length=1024,
-        methods=(1536, 2),
-        simulated=("kivi-2bit", "turboquant-3bit"),
+        methods=(1536, 1),
+        packed=("balanced", "compact", "paper", "quarot-int2", "saw-int4"),
+        simulated=("kivi-2bit", "rotatekv-2bit", "turboquant-3bit"),
         sections=("methods",),
     ),
     "tiny": Plan(
@@ -313,9 +324,9 @@ class Lab:
     # -- sections ----------------------------------------------------------------------------
 
     def methods(self) -> None:
-        names = [*PACKED, *PACKED_REST]
-        if self.dim() % 64 or self.dim() <= 64:
-            names.remove("paper-softmax")  # its groups of 64 are the head
+        # Groups of 64 are the head where that is no larger.
+        grouped = self.dim() % 64 == 0 and self.dim() > 64
+        names = [name for name in self.plan.packed if grouped or name != "paper-softmax"]
         artifacts = self.fit({name: Recipe.named(name) for name in names})
         subjects = {n: self.subject(a, self.backend) for n, a in artifacts.items()}
         simulated = fit_methods(
