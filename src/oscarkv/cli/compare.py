@@ -169,17 +169,19 @@ def _needles(
     from oscarkv.integrations.transformers.geometry import describe
 
     described = {name: gather.describe_setting(one) for name, one in artifacts.items()}
+    described = {REFERENCE: {"bits_128k": 16.0}} | described
+    earlier = load_needles(path) if path.exists() else None
     record = fresh(
         describe(model).identity.name,
         texts,
         lengths,
         -(-trials // ASKED),
-        {REFERENCE: {"bits_128k": 16.0}} | described,
+        gather.same_settings(earlier.settings if earlier else {}, described),
         chat=False,
         strict=False,
         chunk=512,
         about=gather.about(),
-        earlier=load_needles(path) if path.exists() else None,
+        earlier=earlier,
     )
     with progress_bar("needles") as progress:
         measure_needles(

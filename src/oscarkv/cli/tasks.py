@@ -144,10 +144,13 @@ def tasks(
     wanted = gather.recipes(recipes, bool(calibration_text))
     if engine == "vllm" and wanted:
         raise OscarError("vLLM needs finished artifacts: oscarkv calibrate, then --artifact")
-    if not artifact and not wanted:
-        raise OscarError("nothing to compare: give --artifact, --recipes or both")
-    options.require_files([*(artifact or []), *(calibration_text or [])])
     protocol = load_plan(plan_name, model) if plan_name is not None else None
+    if not artifact and not wanted:
+        if protocol is None or json_file is None:
+            raise OscarError("nothing to compare: give --artifact, --recipes or both")
+        artifact = [json_file.with_suffix(".safetensors")]  # made below
+    else:
+        options.require_files([*(artifact or []), *(calibration_text or [])])
     if protocol is not None:
         listed = listed or ",".join(protocol.tasks)
         max_new_tokens = max_new_tokens or protocol.max_new_tokens
@@ -173,6 +176,10 @@ def tasks(
     count = seeds or (protocol.seeds if protocol is not None else 1)
     if count > 1 and sampling.greedy:
         raise OscarError(f"--seeds {count} would ask the same {count} times; set --temperature")
+    if engine == "vllm":
+        _require_vllm()
+    if artifact and not artifact[0].exists():
+        gather.calibrate_apart(model, artifact[0], calibration_text or [], tokens)
     loaded_artifacts = gather.load_artifacts(artifact or [], [r.name for r in wanted])
 
     from oscarkv.evaluation.tasks.data import problems
@@ -195,6 +202,9 @@ def tasks(
     place = _Place(model, engine, device, dtype)
     plans = [_with_chat(plan, chat, place.tokenizer) for plan in plain]
     record = TasksRecord({"model": place.name, "engine": engine, **gather.about()})
+    for what in ("model", "engine"):
+        if earlier is not None and earlier.about.get(what) != record.about[what]:
+            raise OscarError(f"{json_file} was made with another {what}; give another --json")
     prompts = {}
     for plan in plans:
         name = plan.task.name
@@ -205,9 +215,10 @@ def tasks(
 
     found = loaded_artifacts | place.fit(calibration_text, wanted, tokens)
     changed = {name: gather.with_windows(one, sink, recent) for name, one in found.items()}
-    record.settings = dict(earlier.settings) if earlier else {}
-    record.settings |= {REFERENCE: {"bits_128k": 16.0}}
-    record.settings |= {name: gather.describe_setting(one) for name, one in changed.items()}
+    described: dict[str, dict[str, Any]] = {REFERENCE: {"bits_128k": 16.0}}
+    for name, one in changed.items():
+        described[name] = {**gather.describe_setting(one), "strict": strict}
+    record.settings = gather.same_settings(earlier.settings if earlier else {}, described)
     files = dict(zip(loaded_artifacts, artifact or [], strict=True))
     longest = _longest(plans, prompts, place.context)
     knobs = dict(protocol.engine) if protocol is not None else {}
@@ -274,7 +285,6 @@ class _Place:
             self.name = describe(self.model).identity.name
             config = self.model.config
         else:
-            _require_vllm()
             from transformers import AutoTokenizer
 
             from oscarkv.integrations.transformers.models import load_config
