@@ -37,6 +37,9 @@ def test_tasks_are_asked_compared_and_gone_on_with(
     assert run(*words).exit_code == 0
     kept = json.loads(out.read_text())["tasks"]["gsm8k"]["answers"]["balanced"]["0"]["1"]
     assert kept["text"] == "kept"
+    other = run(*words, "--recent", 64)
+    assert other.exit_code == 2
+    assert "holds answers of balanced with another bits_128k, recent" in other.stderr
 
 
 def test_tasks_refuses_what_cannot_work(
@@ -96,3 +99,20 @@ def test_needles_are_found_compared_and_drawn(run: Run, tmp_path: Path) -> None:
     assert len(data["trials"]) == 12
     assert all(len(trial["answers"]) == 2 for trial in data["trials"])
     assert plot.stat().st_size > 1000
+
+
+def test_a_plan_is_one_command(run: Run, tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Without an artifact the model is calibrated first, in a process of its own."""
+    plan = tmp_path / "mine.toml"
+    plan.write_text(
+        'title = "mine"\ntasks = ["gsm8k"]\nmax_new_tokens = 4\nseeds = 2\nchat = false\n'
+        f'[models."{tiny.name}"]\nsampling = {{ temperature = 1.0 }}\n'
+    )
+    out = tmp_path / "out.json"
+    words = ["eval", "tasks", tiny, "--plan", plan, "--data", f"gsm8k={rows}", "--json", out]
+    result = run(*words, "--tokens", 3000)
+    assert result.exit_code == 0, result.output
+    assert out.with_suffix(".safetensors").exists()
+    task = json.loads(out.read_text())["tasks"]["gsm8k"]
+    assert task["seeds"] == [0, 1]
+    assert len(task["results"]["balanced"]["by_seed"]) == 2

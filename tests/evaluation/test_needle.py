@@ -109,6 +109,17 @@ def test_sharing_a_context_changes_no_answer(
     assert shared == one_by_one(model, haystack, context, make)
 
 
+def test_exact_windows_give_the_answers_of_a_stock_cache(model: Any, haystack: Haystack) -> None:
+    whole = haystack.context(LENGTH, 2)
+    context = Context(whole.tokens[:300], whole.trials[::3])
+    exact = OscarCache(model, tiny.calibrated("llama", windows="large"))
+    stock = DynamicCache(config=model.config)
+    found = [
+        needle.answer(model, haystack.tokenizer, c, context, False, 64) for c in (exact, stock)
+    ]
+    assert found[0] == found[1]
+
+
 def record(settings: dict[str, Any], earlier: Any = None) -> needle.Needles:
     return needle.fresh(
         "tiny", ["text"], [LENGTH], 1, settings, chat=False, strict=False, chunk=512, about={},

@@ -11,6 +11,7 @@ from oscarkv import __version__
 from oscarkv.cli import (
     bench,
     calibrate,
+    compare,
     demo,
     doctor,
     evaluate,
@@ -67,6 +68,7 @@ app.command("tune")(tune.tune)
 evaluate.app.command("needle")(needle.needle)
 evaluate.app.command("tasks")(tasks.tasks)
 app.add_typer(evaluate.app, name="eval")
+app.command("compare")(compare.compare)
 app.add_typer(bench.app, name="bench")
 app.add_typer(vllm.app, name="vllm")
 app.add_typer(sglang.app, name="sglang")

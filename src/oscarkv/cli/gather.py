@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
+import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,6 +86,19 @@ def fit(
     return {recipe.name: artifact for recipe, artifact in zip(wanted, fitted, strict=True)}
 
 
+def calibrate_apart(source: str, path: Path, files: Sequence[Path], tokens: int) -> None:
+    """Fit the default recipe in a process of its own, which gives its memory back to the engine.
+    Without text of the user's, to the book that comes with the package."""
+    book = resources.files("oscarkv.demo") / "texts" / "alice.txt"
+    with resources.as_file(book) as default:
+        words = [word for file in files or [default] for word in ("--text", str(file))]
+        words = ["calibrate", source, *words, "--tokens", str(tokens), "-o", str(path)]
+        program = "import sys; from oscarkv.cli import main; sys.argv[0] = 'oscarkv'; main()"
+        done = subprocess.run([sys.executable, "-c", program, *words], check=False)
+    if done.returncode:
+        raise OscarError(f"calibrating {source} failed; see above, or give --artifact")
+
+
 def about() -> dict[str, Any]:
     """The command, the machine and its versions, for a record."""
     from oscarkv.benchmark import machine
@@ -103,7 +120,32 @@ def describe_setting(artifact: Artifact) -> dict[str, Any]:
         "bits_128k": recipe.bits(artifact.model.head_dim),
         "sink": recipe.sink,
         "recent": recipe.recent,
+        "sha256": _digest(artifact),
     }
+
+
+def _digest(artifact: Artifact) -> str:
+    """The same for artifacts that give the same answers."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(artifact.recipe)).encode())
+    for _, layer in sorted(artifact.layers.items()):
+        for name, tensor in sorted(layer.tensors().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def same_settings(
+    earlier: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """All settings of a record that is gone on with; refuses a name that meant something else."""
+    for name, setting in now.items():
+        if name in earlier and earlier[name] != setting:
+            changed = [key for key in setting if earlier[name].get(key) != setting[key]]
+            raise OscarError(
+                f"the file given with --json holds answers of {name} with another "
+                f"{', '.join(changed)}; move it away, or give another name"
+            )
+    return earlier | now
 
 
 def lengths(text: str) -> list[int]:

@@ -101,7 +101,9 @@ def needle(
         texts,
         asked,
         -(-trials // ASKED),
-        {REFERENCE: {"bits_128k": 16.0}} | described,
+        gather.same_settings(
+            earlier.settings if earlier else {}, {REFERENCE: {"bits_128k": 16.0}} | described
+        ),
         chat=chat,
         strict=strict,
         chunk=chunk,

@@ -13,13 +13,15 @@ from rich.console import Console
 
 from oscarkv.cli import gather, options
 from oscarkv.cli.console import errors, progress_bar, results
+from oscarkv.cli.task_place import Place
 from oscarkv.errors import MissingDependencyError, OscarError
 
 if TYPE_CHECKING:
-    from oscarkv.artifact import Artifact
+    from oscarkv.evaluation.tasks.plan import Plan
     from oscarkv.evaluation.tasks.record import TasksRecord
-    from oscarkv.evaluation.tasks.requests import Engine
+    from oscarkv.evaluation.tasks.requests import Engine, Sampling
     from oscarkv.evaluation.tasks.run import TaskPlan
+    from oscarkv.evaluation.tasks.task import Task
 
 TABLE_WIDTH = 110
 INTERRUPTED = 130
@@ -126,12 +128,11 @@ def tasks(
     Example: oscarkv eval tasks MODEL --tasks gsm8k --data gsm8k=test.jsonl --examples
     gsm8k=train.jsonl --artifact FILE --engine vllm --json gsm8k.json
     """
-    from oscarkv.evaluation.tasks.harness import PREFIX, evaluate
+    from oscarkv.evaluation.tasks.harness import evaluate
     from oscarkv.evaluation.tasks.plan import load_plan
-    from oscarkv.evaluation.tasks.record import REFERENCE, TasksRecord, load_record
-    from oscarkv.evaluation.tasks.registry import TASKS, get_task
-    from oscarkv.evaluation.tasks.requests import Sampling
-    from oscarkv.evaluation.tasks.run import TaskPlan, merge, prepare, run_setting
+    from oscarkv.evaluation.tasks.record import REFERENCE, load_record
+    from oscarkv.evaluation.tasks.registry import TASKS
+    from oscarkv.evaluation.tasks.run import TaskPlan, run_setting
 
     if listed == "list":
         for task in TASKS.values():
@@ -144,35 +145,27 @@ def tasks(
     wanted = gather.recipes(recipes, bool(calibration_text))
     if engine == "vllm" and wanted:
         raise OscarError("vLLM needs finished artifacts: oscarkv calibrate, then --artifact")
-    if not artifact and not wanted:
-        raise OscarError("nothing to compare: give --artifact, --recipes or both")
-    options.require_files([*(artifact or []), *(calibration_text or [])])
     protocol = load_plan(plan_name, model) if plan_name is not None else None
+    if not artifact and not wanted:
+        if protocol is None or json_file is None:
+            raise OscarError("nothing to compare: give --artifact, --recipes or both")
+        artifact = [json_file.with_suffix(".safetensors")]  # made below
+    else:
+        options.require_files([*(artifact or []), *(calibration_text or [])])
     if protocol is not None:
         listed = listed or ",".join(protocol.tasks)
         max_new_tokens = max_new_tokens or protocol.max_new_tokens
         chat = protocol.chat if chat is None else chat
-    names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
-    if not names:
-        raise OscarError(f"name some --tasks of {', '.join(TASKS)}, or a --plan")
-    harnessed = [n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX)]
-    chosen = [get_task(name) for name in names if not name.startswith(PREFIX)]
-    coded = [task.name for task in chosen if task.runs_code]
-    if coded and not run_code:
-        raise OscarError(
-            f"{', '.join(coded)} runs programs that the model wrote; allow it with --run-code, "
-            "in a container"
-        )
+    chosen, harnessed = _chosen(listed, run_code)
     sources, shown = _paths(data, "--data"), _paths(examples, "--examples")
-    sampling = protocol.sampling if protocol is not None else Sampling()
-    sampling = Sampling(
-        sampling.temperature if temperature is None else temperature,
-        sampling.top_p if top_p is None else top_p,
-        sampling.top_k if top_k is None else top_k,
-    )
+    sampling = _sampling(protocol, temperature, top_p, top_k)
     count = seeds or (protocol.seeds if protocol is not None else 1)
     if count > 1 and sampling.greedy:
         raise OscarError(f"--seeds {count} would ask the same {count} times; set --temperature")
+    if engine == "vllm":
+        _require_vllm()
+    if artifact and not artifact[0].exists():
+        gather.calibrate_apart(model, artifact[0], calibration_text or [], tokens)
     loaded_artifacts = gather.load_artifacts(artifact or [], [r.name for r in wanted])
 
     from oscarkv.evaluation.tasks.data import problems
@@ -192,22 +185,15 @@ def tasks(
         for task in chosen
     ]
     earlier = load_record(json_file) if json_file is not None and json_file.exists() else None
-    place = _Place(model, engine, device, dtype)
+    place = Place(model, engine, device, dtype)
     plans = [_with_chat(plan, chat, place.tokenizer) for plan in plain]
-    record = TasksRecord({"model": place.name, "engine": engine, **gather.about()})
-    prompts = {}
-    for plan in plans:
-        name = plan.task.name
-        fresh, prompts[name] = prepare(plan, place.tokenizer, place.context)
-        record.tasks[name] = merge(fresh, earlier.tasks.get(name) if earlier else None, name)
-    for name, kept in (earlier.tasks if earlier else {}).items():
-        record.tasks.setdefault(name, kept)
-
+    record, prompts = _start(place, engine, plans, earlier)
     found = loaded_artifacts | place.fit(calibration_text, wanted, tokens)
     changed = {name: gather.with_windows(one, sink, recent) for name, one in found.items()}
-    record.settings = dict(earlier.settings) if earlier else {}
-    record.settings |= {REFERENCE: {"bits_128k": 16.0}}
-    record.settings |= {name: gather.describe_setting(one) for name, one in changed.items()}
+    described: dict[str, dict[str, Any]] = {REFERENCE: {"bits_128k": 16.0}}
+    for name, one in changed.items():
+        described[name] = {**gather.describe_setting(one), "strict": strict}
+    record.settings = gather.same_settings(earlier.settings if earlier else {}, described)
     files = dict(zip(loaded_artifacts, artifact or [], strict=True))
     longest = _longest(plans, prompts, place.context)
     knobs = dict(protocol.engine) if protocol is not None else {}
@@ -262,65 +248,59 @@ def tasks(
     _print(record)
 
 
-class _Place:
-    """The model's tokenizer and context; its weights only where Transformers runs them."""
+def _chosen(listed: str, run_code: bool) -> tuple[list[Task], list[str]]:
+    """Our tasks, and the names of lm-eval's."""
+    from oscarkv.evaluation.tasks.harness import PREFIX
+    from oscarkv.evaluation.tasks.registry import TASKS, get_task
 
-    def __init__(self, source: str, engine: str, device: str | None, dtype: str) -> None:
-        self.source, self.model = source, None
-        if engine == "transformers":
-            from oscarkv.integrations.transformers.geometry import describe
+    names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
+    if not names:
+        raise OscarError(f"name some --tasks of {', '.join(TASKS)}, or a --plan")
+    harnessed = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+    chosen = [get_task(name) for name in names if not name.startswith(PREFIX)]
+    coded = [task.name for task in chosen if task.runs_code]
+    if coded and not run_code:
+        raise OscarError(
+            f"{', '.join(coded)} runs programs that the model wrote; allow it with --run-code, "
+            "in a container"
+        )
+    return chosen, harnessed
 
-            self.model, self.tokenizer = options.load(source, device, dtype)
-            self.name = describe(self.model).identity.name
-            config = self.model.config
-        else:
-            _require_vllm()
-            from transformers import AutoTokenizer
 
-            from oscarkv.integrations.transformers.models import load_config
+def _sampling(
+    protocol: Plan | None, temperature: float | None, top_p: float | None, top_k: int | None
+) -> Sampling:
+    from oscarkv.evaluation.tasks.requests import Sampling
 
-            options.quiet_transformers()
-            config = load_config(source)
-            self.tokenizer = AutoTokenizer.from_pretrained(source)
-            self.name = Path(source).resolve().name if Path(source).is_dir() else source
-        text = config.get_text_config(decoder=True)
-        self.context = int(getattr(text, "max_position_embeddings", 0) or 0)
+    plain = protocol.sampling if protocol is not None else Sampling()
+    return Sampling(
+        plain.temperature if temperature is None else temperature,
+        plain.top_p if top_p is None else top_p,
+        plain.top_k if top_k is None else top_k,
+    )
 
-    def fit(
-        self, files: Sequence[Path] | None, wanted: Sequence[Any], tokens: int
-    ) -> dict[str, Artifact]:
-        from oscarkv.integrations.transformers.text import read_texts
 
-        return gather.fit(self.model, self.tokenizer, read_texts(files or []), wanted, tokens)
+def _start(
+    place: Place, engine: str, plans: Sequence[TaskPlan], earlier: TasksRecord | None
+) -> tuple[TasksRecord, dict[str, list[list[int]]]]:
+    """A record with what an earlier run has answered, and every task's prompts."""
+    from oscarkv.evaluation.tasks.record import TasksRecord
+    from oscarkv.evaluation.tasks.run import merge, prepare
 
-    def engine(self, artifact: Artifact | None, batch: int, backend: str, strict: bool) -> Engine:
-        from oscarkv.evaluation.tasks.transformers_engine import TransformersEngine
-
-        return TransformersEngine(self.model, self.tokenizer, artifact, batch, backend, strict)
-
-    def vllm(
-        self,
-        name: str,
-        section: dict[str, Any],
-        baseline: str,
-        longest: int,
-        knobs: dict[str, Any],
-        log_file: Path | None,
-    ) -> Engine:
-        from oscarkv.benchmark import machine
-        from oscarkv.evaluation.tasks.vllm_engine import VllmEngine
-
-        on_gpu = bool(machine.gpus())
-        settings = {"dtype": "auto" if on_gpu else "float32", "max_model_len": longest} | knobs
-        if section:
-            settings["additional_config"] = {"oscarkv": section}
-        if on_gpu:  # elsewhere there is one only, and the plugin stands in for it
-            settings["attention_backend"] = "CUSTOM" if section else baseline or "FLASH_ATTN"
-
-        def say(what: str) -> None:
-            errors.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
-
-        return VllmEngine(self.source, settings, say, log_file)
+    record = TasksRecord({"model": place.name, "engine": engine, **gather.about()})
+    for what in ("model", "engine"):
+        if earlier is not None and earlier.about.get(what) != record.about[what]:
+            raise OscarError(
+                f"the file given with --json was made with another {what}; give another name"
+            )
+    kept = earlier.tasks if earlier is not None else {}
+    prompts = {}
+    for plan in plans:
+        name = plan.task.name
+        fresh, prompts[name] = prepare(plan, place.tokenizer, place.context)
+        record.tasks[name] = merge(fresh, kept.get(name), name)
+    record.tasks |= {name: task for name, task in kept.items() if name not in record.tasks}
+    return record, prompts
 
 
 def _with_chat(plan: TaskPlan, chat: bool | None, tokenizer: Any) -> TaskPlan:

@@ -9,6 +9,7 @@ with code does so in a container or a virtual machine.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = 2 << 30
+#: A busy machine may take this many times the processor's seconds.
+PATIENCE = 4
 OUTPUT = 4 << 20  # bytes of a file, and so of what is printed
 
 #: Runs before the code does, in its process.
@@ -27,7 +30,7 @@ import ctypes, os, resource, runpy, sys
 seconds, memory, output = map(int, sys.argv[1:4])
 def limit(kind, value):
     try:
-        resource.setrlimit(kind, (value, value))
+        resource.setrlimit(kind, (value, value + (kind == resource.RLIMIT_CPU)))
     except (OSError, ValueError):
         pass
 limit(resource.RLIMIT_CPU, seconds)
@@ -69,7 +72,7 @@ def _run(program: str, end: str | None, stdin: str, seconds: float) -> Outcome:
         folder = Path(name)
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
         out, err = folder / "out", folder / "err"
-        limits = [str(int(seconds) + 1), str(MEMORY), str(OUTPUT)]
+        limits = [str(max(1, math.ceil(seconds))), str(MEMORY), str(OUTPUT)]
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _LAUNCHER, *limits],
@@ -81,7 +84,7 @@ def _run(program: str, end: str | None, stdin: str, seconds: float) -> Outcome:
                 start_new_session=True,
             )
             try:
-                process.communicate(stdin.encode(), timeout=seconds)
+                process.communicate(stdin.encode(), timeout=PATIENCE * seconds)
                 late = False
             except subprocess.TimeoutExpired:
                 late = True
@@ -91,7 +94,9 @@ def _run(program: str, end: str | None, stdin: str, seconds: float) -> Outcome:
                 process.wait()
         printed = out.read_bytes().decode("utf-8", "replace")
         if late:
-            return Outcome(False, printed, f"no end within {seconds:g} s")
+            return Outcome(False, printed, f"no end within {PATIENCE * seconds:g} s")
+        if process.returncode == -signal.SIGXCPU:
+            return Outcome(False, printed, f"more than {seconds:g} s of processor time")
         if process.returncode:
             said = err.read_bytes().decode("utf-8", "replace").strip().splitlines()
             reason = said[-1][:200] if said else f"ended with {process.returncode}"
