@@ -64,7 +64,7 @@ def test_retraction_for_want_of_pages(tiny_model, monkeypatch):
         expected = undisturbed.generate(asked, 220)
     monkeypatch.setattr(schedule_policy, "CLIP_MAX_NEW_TOKENS", 1)
     monkeypatch.setattr(allocator, "FUTURE", 1)
-    with engine(tiny_model, STRICT, max_total_tokens=8 * 240, context_length=1024) as started:
+    with engine(tiny_model, STRICT, max_total_tokens=8 * 256, context_length=1024) as started:
         names = [started.submit(prompt, 220) for prompt in asked]
         started.drain()
         requests = [started.finished[name] for name in names]
@@ -78,7 +78,7 @@ def test_random_requests_leave_nothing_behind(tiny_model):
     chooser = random.Random(7)
     (canary,) = prompts(500, seed=8)
     shared = prompts(300, 650, seed=9)
-    knobs = {"max_total_tokens": 24 * 240, "context_length": 1024, "chunked_prefill_size": 512}
+    knobs = {"max_total_tokens": 24 * 256, "context_length": 1024, "chunked_prefill_size": 512}
     with engine(tiny_model, STRICT, **knobs) as started:
         (expected,) = started.generate([canary])
         assert expected == tiny_model.oracle([canary])[0]
