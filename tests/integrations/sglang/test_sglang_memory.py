@@ -10,6 +10,9 @@ import torch
 from schedulers import engine
 from serving_models import TinyModel, prompts
 
+from oscarkv import Recipe
+from oscarkv.integrations.sglang.capacity import Capacity
+
 STRICT = {"strict": True}
 
 
@@ -161,6 +164,9 @@ def test_capacity_and_filling_it(wide_model, memory):
     with engine(wide_model, windows, max_running_requests=64, **knobs) as started:
         ours = started.scheduler.max_total_num_tokens
         assert ours >= 6.3 * stock
+        recipe = Recipe.named("balanced", **windows)
+        said = Capacity(1, 1, 128, torch.bfloat16, recipe, LENGTH)  # as oscarkv sglang check
+        assert (said.tokens(BYTES), said.plain_tokens(BYTES)) == (ours, stock)
         pool = started.allocator.pool
         assert pool.memory.nbytes - pool.memory[:, 0].nbytes <= BYTES  # page 0 as in any pool
         count, new = ours // LENGTH, 8
