@@ -2,14 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# vLLM asks for a torch and a transformers of its own.
+# Engines ask for a torch and a transformers of their own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+SGLANG_VENV := .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
 
 # Some hosts advertise AMX without allowing it; oneDNN's bf16 kernels then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-slow test-vllm test-gpu accuracy lint setup clean
+.PHONY: demo test test-slow test-vllm test-sglang test-gpu accuracy lint setup clean
 
 demo: setup
 	$(BIN)/oscarkv demo --output oscarkv-demo.html
@@ -20,10 +22,15 @@ test: setup lint
 test-slow: setup
 	$(BIN)/pytest -q -m slow --durations=10
 	$(MAKE) test-vllm
+	$(MAKE) test-sglang
 
 # The vLLM plugin in vLLM's CPU engine; elsewhere these tests are skipped. Takes 4 GB of disk.
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_BIN)/pytest -q tests/integrations/vllm --durations=10
+
+# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 2 GB of disk.
+test-sglang: $(SGLANG_VENV)/.ready
+	$(SGLANG_BIN)/pytest -q tests/integrations/sglang --durations=10
 
 # Every test that needs an NVIDIA GPU; without one they are skipped.
 test-gpu: setup
@@ -56,5 +63,17 @@ $(VLLM_VENV)/.ready: pyproject.toml requirements-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# torchvision cannot be loaded beside this torch: a stub is put on the path instead.
+$(SGLANG_VENV)/.ready: pyproject.toml requirements-sglang.txt
+	@test "$$(uname -sm)" = "Linux x86_64" || \
+		{ echo "SGLang's CPU engine of requirements-sglang.txt is for Linux on x86-64"; exit 1; }
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-sglang.txt
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	echo "$(CURDIR)/tests/integrations/sglang/stubs" > \
+		"$$($(SGLANG_BIN)/python -c 'import site; print(site.getsitepackages()[0])')/oscarkv-stubs.pth"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) accuracy-ci.json accuracy-ci.parts .coverage .pytest_cache .mypy_cache .ruff_cache oscarkv-demo.html
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) accuracy-ci.json accuracy-ci.parts
+	rm -rf .coverage .pytest_cache .mypy_cache .ruff_cache oscarkv-demo.html

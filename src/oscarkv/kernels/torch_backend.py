@@ -139,6 +139,8 @@ class TorchBackend:
     def decode(self, q: Tensor, layer: LayerCache, out: Tensor) -> None:
         plan = self._planned()
         q, out = q[: plan.starts[-1]], out[: plan.starts[-1]]  # a padded batch has more rows
+        if not q.shape[0]:
+            return
         step = self._decode_step(plan, layer, q.device)
         heads, dim = layer.kv_heads, q.shape[-1]
         batch, n = step.positions.shape

@@ -8,8 +8,8 @@ from schedulers import engine
 from serving_models import prompts
 
 LENGTHS = (5, 40, 300, 700)
-#: Tokens of a page: 240 for fp32 windows.
-PAGE = 240
+#: Tokens of a page: 256 for fp32 windows.
+PAGE = 256
 STRICT = {"strict": True}
 
 
@@ -50,7 +50,7 @@ def test_windows_that_hold_everything_give_stock_tokens(tiny_model, asked, stock
     with engine(tiny_model, {"recent": 4096}, chunked_prefill_size=chunk) as started:
         assert started.generate(asked) == stock
         assert started.generate(asked) == stock
-        assert started.cached == [0, 0, 240, 480]
+        assert started.cached == [0, 0, 256, 512]
 
 
 @pytest.mark.parametrize("chunk", [2048, PAGE, 2 * PAGE])
@@ -74,12 +74,12 @@ def test_hits_with_small_windows(tiny_model, asked, strict):
     with engine(tiny_model, STRICT, chunked_prefill_size=PAGE) as started:
         assert started.generate(asked) == strict
         assert started.generate(asked) == strict
-        assert started.cached == [0, 0, 240, 480]
+        assert started.cached == [0, 0, 256, 512]
         # A fresh request batched with one that has a prefix in the cache.
         fresh = prompts(333, 20, seed=1)
         both = [fresh[0], asked[3], fresh[1]]
         assert started.generate(both) == tiny_model.oracle(both)
-        assert started.cached == [0, 480, 0]
+        assert started.cached == [0, 512, 0]
 
 
 def test_the_next_turn_finds_the_answer_too(tiny_model):
@@ -90,7 +90,7 @@ def test_the_next_turn_finds_the_answer_too(tiny_model):
         second = first + answer + more
         expected = tiny_model.oracle([second])
         assert started.generate([second]) == expected
-        assert started.cached == [480]
+        assert started.cached == [512]
         assert started.generate([first]) == [answer[:24]]
 
 
@@ -100,9 +100,9 @@ def test_equal_prompts_at_once(tiny_model):
     (expected,) = tiny_model.oracle([prompt], 40)
     with engine(tiny_model, STRICT) as started:
         assert started.generate([prompt] * 5, new=40) == [expected] * 5
-        assert started.tree.total_size() == 480
+        assert started.tree.total_size() == 512
         assert started.generate([prompt], new=40) == [expected]
-        assert started.cached == [480]
+        assert started.cached == [512]
 
 
 def test_a_shared_beginning_is_found_by_the_third(tiny_model):
@@ -115,7 +115,7 @@ def test_a_shared_beginning_is_found_by_the_third(tiny_model):
         for prompt, answer in zip(whole, expected, strict=True):
             assert started.generate([prompt]) == [answer]
             found += started.cached
-        assert found == [0, 0, 480, 480]
+        assert found == [0, 0, 512, 512]
 
 
 def test_a_hit_without_its_windows_shortens(tiny_model):
@@ -124,12 +124,12 @@ def test_a_hit_without_its_windows_shortens(tiny_model):
     with engine(tiny_model, STRICT, chunked_prefill_size=PAGE) as started:
         assert started.generate([prompt]) == expected
         assert started.generate([prompt]) == expected
-        assert started.cached == [960]
-        drop_windows(started, prompt, 944)  # read after 960 tokens, not after 720
+        assert started.cached == [1024]
+        drop_windows(started, prompt, 1008)  # read after 1024 tokens, not after 768
         assert started.generate([prompt]) == expected
-        assert started.cached == [720]
+        assert started.cached == [768]
         assert started.generate([prompt]) == expected
-        assert started.cached == [960]
+        assert started.cached == [1024]
         drop_windows(started, prompt, 0)  # the sink
         assert started.generate([prompt]) == expected
         assert started.cached == [0]

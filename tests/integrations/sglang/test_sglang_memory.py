@@ -10,6 +10,9 @@ import torch
 from schedulers import engine
 from serving_models import TinyModel, prompts
 
+from oscarkv import Recipe
+from oscarkv.integrations.sglang.capacity import Capacity
+
 STRICT = {"strict": True}
 
 
@@ -64,7 +67,7 @@ def test_retraction_for_want_of_pages(tiny_model, monkeypatch):
         expected = undisturbed.generate(asked, 220)
     monkeypatch.setattr(schedule_policy, "CLIP_MAX_NEW_TOKENS", 1)
     monkeypatch.setattr(allocator, "FUTURE", 1)
-    with engine(tiny_model, STRICT, max_total_tokens=8 * 240, context_length=1024) as started:
+    with engine(tiny_model, STRICT, max_total_tokens=8 * 256, context_length=1024) as started:
         names = [started.submit(prompt, 220) for prompt in asked]
         started.drain()
         requests = [started.finished[name] for name in names]
@@ -78,7 +81,7 @@ def test_random_requests_leave_nothing_behind(tiny_model):
     chooser = random.Random(7)
     (canary,) = prompts(500, seed=8)
     shared = prompts(300, 650, seed=9)
-    knobs = {"max_total_tokens": 24 * 240, "context_length": 1024, "chunked_prefill_size": 512}
+    knobs = {"max_total_tokens": 24 * 256, "context_length": 1024, "chunked_prefill_size": 512}
     with engine(tiny_model, STRICT, **knobs) as started:
         (expected,) = started.generate([canary])
         assert expected == tiny_model.oracle([canary])[0]
@@ -161,6 +164,9 @@ def test_capacity_and_filling_it(wide_model, memory):
     with engine(wide_model, windows, max_running_requests=64, **knobs) as started:
         ours = started.scheduler.max_total_num_tokens
         assert ours >= 6.3 * stock
+        recipe = Recipe.named("balanced", **windows)
+        said = Capacity(1, 1, 128, torch.bfloat16, recipe, LENGTH)  # as oscarkv sglang check
+        assert (said.tokens(BYTES), said.plain_tokens(BYTES)) == (ours, stock)
         pool = started.allocator.pool
         assert pool.memory.nbytes - pool.memory[:, 0].nbytes <= BYTES  # page 0 as in any pool
         count, new = ours // LENGTH, 8

@@ -42,7 +42,7 @@ def config(model, options, **knobs):
         ({}, {"attention_backend": "torch_native"}, "say --attention-backend oscarkv"),
         ({}, {"decode_attention_backend": "triton"}, "triton beside it"),
         ({}, {"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: the cache is oscarkv's"),
-        ({}, {"page_size": 64}, "--page-size 64: pages hold 240 tokens; leave it out"),
+        ({}, {"page_size": 64}, "--page-size 64: pages hold 256 tokens; leave it out"),
         ({}, {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({}, {"pp_size": 2}, "pipeline parallelism"),
@@ -59,7 +59,7 @@ def test_what_is_settled(tiny_model):
 
     made = resolved_view(config(tiny_model, {}))
     assert made.attention_backend == made.radix_cache_backend == "oscarkv"
-    assert made.page_size == 240
+    assert made.page_size == 256
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,12 @@ def longest() -> int:
 
 
 def page_layout(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> PageLayout:
-    """The smallest history page that has room for a window page."""
-    room = window_page_bytes(head_dim, dtype)
-    for size in range(PAGE_QUANTUM, MAX_PAGE + 1, PAGE_QUANTUM):
+    """The smallest history page that has room for a window page. A power of two tokens: SGLang
+    wants chunks of prompts to be whole pages, and its own are powers of two."""
+    room, size = window_page_bytes(head_dim, dtype), PAGE_QUANTUM
+    while size <= MAX_PAGE:
         layout = PageLayout.of(recipe, head_dim, size)
         if layout.bytes >= room:
             return layout
+        size *= 2
     raise OscarError(f"a page of {MAX_PAGE} packed tokens has no room for 16 exact ones")
