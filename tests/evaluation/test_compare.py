@@ -93,7 +93,7 @@ def test_a_page_of_everything(fidelity: Path, needles: Path, tasks: Path, tmp_pa
     assert text.count("<svg") == 7
     for title in ("What each recipe costs", "Bits and accuracy", "KL by context length", "Needles",
                   "Tasks: the gap", "Bits and tasks", "KL by position", "Layer by layer",
-                  "Where balanced errs", "Worst examples", "Where the figures are from"):  # fmt: skip
+                  "Where balanced errs", "Worst examples", "Where the figures"):  # fmt: skip
         assert title in text
     assert text.count('class="collapsed"') == 1
     assert "simulated" in text

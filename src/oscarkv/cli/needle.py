@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oscarkv.artifact import Artifact
     from oscarkv.evaluation.needle import Needles
 
-TABLE_WIDTH = 100
+TABLE_WIDTH = 130
 INTERRUPTED = 130
 
 

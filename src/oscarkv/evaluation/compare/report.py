@@ -37,8 +37,12 @@ def render(comparison: Comparison) -> str:
     template = Template((files(__package__) / "template.html").read_text(encoding="utf-8"))
     sections = [
         _summary(comparison),
-        _two(_pareto(comparison), _lengths(comparison)),
-        _two(_lost(comparison, "tasks"), _lost(comparison, "needles")),
+        _two(
+            _pareto(comparison),
+            _lengths(comparison),
+            _lost(comparison, "tasks"),
+            _lost(comparison, "needles"),
+        ),
         _tasks(comparison),
         _needles(comparison),
         _positions(comparison),
