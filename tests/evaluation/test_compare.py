@@ -89,10 +89,11 @@ def test_a_page_of_everything(fidelity: Path, needles: Path, tasks: Path, tmp_pa
     write_report(comparison, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert_self_contained(text)
-    assert text.count("<svg") == 6  # Pareto, lengths, forest, positions, layers, sensitivity
+    # Bits against KL and against tasks, lengths, forest, positions, layers, sensitivity.
+    assert text.count("<svg") == 7
     for title in ("What each recipe costs", "Bits and accuracy", "KL by context length", "Needles",
-                  "Tasks: the gap", "KL by position", "Layer by layer", "Where balanced errs",
-                  "Worst examples", "Where the figures are from"):  # fmt: skip
+                  "Tasks: the gap", "Bits and tasks", "KL by position", "Layer by layer",
+                  "Where balanced errs", "Worst examples", "Where the figures"):  # fmt: skip
         assert title in text
     assert text.count('class="collapsed"') == 1
     assert "simulated" in text

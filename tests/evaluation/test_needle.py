@@ -106,6 +106,7 @@ def test_sharing_a_context_changes_no_answer(
 
     shared = needle.answer(model, haystack.tokenizer, make(), context, False, 512)
     assert len(set(shared)) > 1
+    assert shared == needle.answer(model, haystack.tokenizer, make(), context, False, 512, 2)
     assert shared == one_by_one(model, haystack, context, make)
 
 

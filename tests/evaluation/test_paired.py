@@ -35,6 +35,14 @@ def test_a_large_gap_is_no_noise() -> None:
     assert found.p < 1e-9
 
 
+def test_a_few_losses_and_no_gain_may_be_chance() -> None:
+    found = gap([1.0] * 100, [1.0] * 96 + [0.0] * 4)
+    assert found.high < 0
+    assert found.p == 0.125
+    assert found.within_noise
+    assert not gap([1.0] * 100, [1.0] * 92 + [0.0] * 8).within_noise
+
+
 def test_means_over_seeds_are_tested_by_flipping_signs() -> None:
     rng = np.random.default_rng(0)
     reference = rng.integers(0, 6, 60) / 5

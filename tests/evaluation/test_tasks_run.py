@@ -112,6 +112,30 @@ def test_several_seeds_are_averaged_by_problem() -> None:
     assert task.by_seed("packed") == [pytest.approx(5 / 6), 1.0]
 
 
+def test_programs_are_run_beside_the_engine() -> None:
+    task = get_task("humaneval")
+    rows = [
+        {"task_id": f"t/{n}", "prompt": f"def f{n}(x):\n", "entry_point": f"f{n}",
+         "test": "def check(f):\n    assert f(2) == 4\n"}
+        for n in range(3)
+    ]  # fmt: skip
+    problems = [task.read(row, n) for n, row in enumerate(rows)]
+    plan = make_plan(task=task, problems=problems)
+    record = TasksRecord({}, {"packed": {}})
+    record.tasks["humaneval"], prompts = prepare(plan, tiny.tokenizer(), 4096)
+
+    class Coder:
+        def answer(self, requests: Sequence[Request], sampling: Sampling, take: Take) -> None:
+            for request in requests:
+                body = "x + x" if request.key != "humaneval/0/t/1" else "x"
+                take(Answer(request.key, f"    return {body}\n", 5, "stop"))
+
+    options: dict[str, Any] = {"context": 4096, "path": None}
+    run_setting("packed", Coder(), [plan], {"humaneval": prompts}, record, **options)
+    assert record.tasks["humaneval"].scores("packed") == [1.0, 0.0, 1.0]
+    assert "AssertionError" in record.tasks["humaneval"].entries("packed", 0)["t/1"]["note"]
+
+
 def test_long_prompts_are_refused_or_lose_their_middle() -> None:
     with pytest.raises(OscarError, match="fewer --shots"):
         prepare(make_plan(), tiny.tokenizer(), 16)

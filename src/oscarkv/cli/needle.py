@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oscarkv.artifact import Artifact
     from oscarkv.evaluation.needle import Needles
 
-TABLE_WIDTH = 100
+TABLE_WIDTH = 130
 INTERRUPTED = 130
 
 
@@ -48,6 +48,9 @@ def needle(
         typer.Option("--strict", help="The context, too, reads the packed cache throughout."),
     ] = False,
     chunk: Annotated[int, typer.Option(min=16, help="Tokens read at a time.")] = 512,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Questions at once; fewer take less memory.")
+    ] = 12,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="OUT", help="Every answer; a run goes on from there."),
@@ -119,6 +122,7 @@ def needle(
                 settings,
                 record,
                 backend=backend,
+                batch=batch,
                 path=json_file,
                 progress=progress,
             )

@@ -6,6 +6,7 @@ it, and then shared by all its questions, which are answered greedily in one bat
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,13 +20,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from oscarkv.artifact import Artifact
 from oscarkv.artifact.files import write_atomically
 from oscarkv.errors import OscarError
-from oscarkv.evaluation.needle_prompts import KINDS, Context, Haystack, score
+from oscarkv.evaluation.needle_prompts import KINDS, Context, Haystack, Trial, score
 from oscarkv.evaluation.paired import Gap, gap, wilson
 from oscarkv.integrations.transformers.cache import OscarCache
 from oscarkv.integrations.transformers.text import text_sha256
 
 FORMAT = "oscarkv-needle-1"
 REFERENCE = "full precision"
+#: Questions that are answered at once: all of a context's. A stock cache holds a copy for each.
+BATCH = 12
 
 Progress = Callable[[int, int, str], None]
 
@@ -134,6 +137,7 @@ def measure_needles(
     needles: Needles,
     *,
     backend: str = "auto",
+    batch: int = BATCH,
     path: Path | None = None,
     progress: Progress | None = None,
 ) -> Needles:
@@ -148,9 +152,8 @@ def measure_needles(
             for name, artifact in settings.items():
                 if any(name not in trial["answers"] for trial in trials):
                     cache = _make_cache(model, artifact, needles.strict, backend)
-                    texts = answer(
-                        model, haystack.tokenizer, cache, context, needles.strict, needles.chunk
-                    )
+                    how = (needles.strict, needles.chunk, batch)
+                    texts = answer(model, haystack.tokenizer, cache, context, *how)
                     for trial, text in zip(trials, texts, strict=True):
                         found = score(text, trial["targets"])
                         trial["answers"][name] = {"text": text, "score": found}
@@ -203,14 +206,29 @@ def _make_cache(model: Any, artifact: Artifact | None, strict: bool, backend: st
 
 @torch.no_grad()
 def answer(
-    model: Any, tokenizer: Any, cache: Cache, context: Context, strict: bool, chunk: int
+    model: Any,
+    tokenizer: Any,
+    cache: Cache,
+    context: Context,
+    strict: bool,
+    chunk: int,
+    batch: int = BATCH,
 ) -> list[str]:
     """Greedy answers to all of a context's questions, each up to the end of its line."""
     tokens = torch.tensor([context.tokens], device=model.device)
     # With `strict` the rule holds within a chunk as well: how a prompt is cut does not matter.
     for part in [tokens] if strict else tokens.split(chunk, 1):
         _read(model, part, cache)
-    trials = context.trials
+    texts = []
+    for start in range(0, len(context.trials), batch):
+        last = start + batch >= len(context.trials)
+        own = cache if last else copy.deepcopy(cache)
+        texts += _ask(model, tokenizer, own, context.trials[start : start + batch])
+    return texts
+
+
+def _ask(model: Any, tokenizer: Any, cache: Cache, trials: Sequence[Trial]) -> list[str]:
+    """Answers of one batch, which uses the cache up."""
     cache.batch_repeat_interleave(len(trials))
     questions = torch.tensor([trial.question for trial in trials], device=model.device)
     ends = _ends(model, tokenizer)

@@ -65,8 +65,8 @@ def pareto(points: Mapping[str, tuple[float, float]], *, label: str, log: bool, 
 
 
 def _alike(a: float, b: float, log: bool) -> bool:
-    """Whether two points are about as high."""
-    return max(a, b) < 1.6 * min(a, b) if log else abs(a - b) < 0.02
+    """Whether two points are about as high: KL, or points lost."""
+    return max(a, b) < 1.6 * min(a, b) if log else abs(a - b) < 2
 
 
 def by_position(recipes: Mapping[str, Mapping[str, Any]]) -> str:

@@ -37,7 +37,12 @@ def render(comparison: Comparison) -> str:
     template = Template((files(__package__) / "template.html").read_text(encoding="utf-8"))
     sections = [
         _summary(comparison),
-        _two(_pareto(comparison), _lengths(comparison)),
+        _two(
+            _pareto(comparison),
+            _lengths(comparison),
+            _lost(comparison, "tasks"),
+            _lost(comparison, "needles"),
+        ),
         _tasks(comparison),
         _needles(comparison),
         _positions(comparison),
@@ -202,6 +207,27 @@ def _pareto(comparison: Comparison) -> str:
     drawn = plots.pareto(points, label="KL (log scale)", log=True, salt="pareto")
     body = f'<div class="scroll small">{drawn}</div>'
     return _section("Bits and accuracy", "Lower left is better; nothing beats the line.", body)
+
+
+def _lost(comparison: Comparison, what: str) -> str:
+    """Bits against the points that tasks, or needles, lose to full precision."""
+    points = {}
+    for name in comparison.names:
+        if what == "tasks":
+            gaps = [task.gap(name) for _, task, _ in comparison.task_records()]
+        else:
+            gaps = [] if comparison.needles is None else [comparison.needles.gap(name)]
+        known, bits = [gap for gap in gaps if gap is not None], comparison.bits(name)
+        if known and len(known) == len(gaps) and bits is not None:
+            points[name] = (bits, -100 * sum(gap.difference for gap in known) / len(known))
+    if len(points) < 2:
+        return ""
+    drawn = plots.pareto(points, label="points lost", log=False, salt=f"lost-{what}")
+    body = f'<div class="scroll small">{drawn}</div>'
+    text = (
+        "Points less than full precision on the same questions, the mean of all; lower is better."
+    )
+    return _section(f"Bits and {what}", text, body)
 
 
 def _lengths(comparison: Comparison) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oscarkv.errors import OscarError
-from oscarkv.evaluation.tasks.record import TaskRecord, TasksRecord, prompts_sha256
+from oscarkv.evaluation.tasks.record import Entry, TaskRecord, TasksRecord, prompts_sha256
 from oscarkv.evaluation.tasks.requests import SEED_STRIDE, Answer, Engine, Request, Sampling, cut
 from oscarkv.evaluation.tasks.task import Problem, Task
 
@@ -170,33 +173,51 @@ def _run_together(
         if path is not None:
             record.save(path)
 
-    def take(answer: Answer) -> None:
+    def keep(answer: Answer) -> None:
         nonlocal finished, saved
         plan, problem, seed = asked[answer.key]
-        stop = () if plan.chat else plan.task.stop
-        text = cut(answer.text, stop)
-        verdict = plan.task.score(text, problem)
-        entry = {
-            "text": text,
-            "answer": verdict.answer,
-            "score": verdict.score,
-            "tokens": answer.tokens,
-            "finish": answer.finish,
-        }
-        if verdict.note:
-            entry["note"] = verdict.note
-        record.tasks[plan.task.name].entries(setting, seed)[problem.id] = entry
-        finished += 1
-        if progress:
-            progress(finished, total, setting)
-        if time.monotonic() - saved > SAVE_EVERY:
-            save()
-            saved = time.monotonic()
+        entry = _entry(plan, problem, answer)
+        with lock:
+            record.tasks[plan.task.name].entries(setting, seed)[problem.id] = entry
+            finished += 1
+            if progress:
+                progress(finished, total, setting)
+            if time.monotonic() - saved > SAVE_EVERY:
+                save()
+                saved = time.monotonic()
 
     if progress:
         progress(finished, total, setting)
-    try:
-        if requests:
-            engine.answer(requests, sampling, take)
-    finally:
-        save()  # also what there is of a run that was broken off
+    lock, running = threading.Lock(), []
+    # Tests of a program take their time: an engine must not wait for them.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def take(answer: Answer) -> None:
+            if asked[answer.key][0].task.runs_code:
+                running.append(pool.submit(keep, answer))
+            else:
+                keep(answer)
+
+        try:
+            if requests:
+                engine.answer(requests, sampling, take)
+            for future in running:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            save()  # also what there is of a run that was broken off
+
+
+def _entry(plan: TaskPlan, problem: Problem, answer: Answer) -> Entry:
+    text = cut(answer.text, () if plan.chat else plan.task.stop)
+    verdict = plan.task.score(text, problem)
+    entry: Entry = {
+        "text": text,
+        "answer": verdict.answer,
+        "score": verdict.score,
+        "tokens": answer.tokens,
+        "finish": answer.finish,
+    }
+    if verdict.note:
+        entry["note"] = verdict.note
+    return entry
