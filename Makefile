@@ -11,13 +11,16 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 # Some hosts advertise AMX without allowing it; oneDNN's bf16 kernels then die with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
+# Two files of tests at a time, each with one thread: most of their time is Python's, not torch's.
+TWO_AT_A_TIME = OMP_NUM_THREADS=1 $(1)/pytest -q -n 2 --dist loadfile
+
 .PHONY: demo test test-slow test-vllm test-sglang test-gpu accuracy lint setup clean
 
 demo: setup
 	$(BIN)/oscarkv demo --output oscarkv-demo.html
 
 test: setup lint
-	$(BIN)/pytest -q -m "not slow" --cov --cov-report=term
+	$(call TWO_AT_A_TIME,$(BIN)) -m "not slow" --cov --cov-report=term
 
 test-slow: setup
 	$(BIN)/pytest -q -m slow --durations=10
@@ -26,11 +29,11 @@ test-slow: setup
 
 # The vLLM plugin in vLLM's CPU engine; elsewhere these tests are skipped. Takes 4 GB of disk.
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_BIN)/pytest -q tests/integrations/vllm --durations=10
+	$(call TWO_AT_A_TIME,$(VLLM_BIN)) tests/integrations/vllm --durations=15
 
 # The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 2 GB of disk.
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_BIN)/pytest -q tests/integrations/sglang --durations=10
+	$(call TWO_AT_A_TIME,$(SGLANG_BIN)) tests/integrations/sglang --durations=15
 
 # Every test that needs an NVIDIA GPU; without one they are skipped.
 test-gpu: setup
