@@ -113,16 +113,18 @@ def _measure(
     if not text:
         raise OscarError("--recipes and --artifact are measured on --text; give some")
     options.require_files([*text, *calibration_text, *artifact])
-    wanted = gather.recipes(recipes, bool(calibration_text))
+    wanted = gather.methods(recipes, bool(calibration_text))
     device, dtype, backend = place
     options.require_backend(backend)
-    artifacts = gather.load_artifacts(artifact, [recipe.name for recipe in wanted])
+    artifacts = gather.load_artifacts(artifact, [each.name for each in wanted])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OscarError(f"cannot keep records in {folder}: {error.strerror or error}") from None
 
     from oscarkv.evaluation.fidelity import measure_fidelity
+    from oscarkv.evaluation.prepare import prepare
+    from oscarkv.evaluation.subjects import Packed, Subject
     from oscarkv.integrations.transformers.geometry import describe
     from oscarkv.integrations.transformers.text import read_texts
 
@@ -131,15 +133,26 @@ def _measure(
     identity = describe(loaded).identity
     for one in artifacts.values():
         one.model.require_match(identity)
-    fitted = gather.fit(loaded, tokenizer, read_texts(calibration_text), wanted, tokens)
-    artifacts |= fitted
+    subjects: dict[str, Subject] = {
+        name: Packed(one, True, backend) for name, one in artifacts.items()
+    }
+    with progress_bar("calibrating") as progress:
+        subjects |= prepare(
+            loaded,
+            tokenizer,
+            wanted,
+            read_texts(calibration_text),
+            tokens=tokens,
+            backend=backend,
+            progress=progress,
+        )
     written = [folder / "fidelity.json"]
     with progress_bar("measuring") as progress:
         fidelity = measure_fidelity(
             loaded,
             tokenizer,
             texts,
-            artifacts,
+            subjects,
             length=length,
             windows=windows,
             backend=backend,
@@ -148,6 +161,7 @@ def _measure(
     fidelity.save(written[0])
     if lengths:
         written.append(folder / "needle.json")
+        artifacts = {name: s.artifact for name, s in subjects.items() if isinstance(s, Packed)}
         _needles(loaded, tokenizer, texts, artifacts, lengths, trials, backend, written[1])
     names = ", ".join(str(path) for path in written)
     errors.print(f"records: {names}", markup=False, highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oscarkv.cli import options
+from oscarkv.cli import gather, options
 from oscarkv.cli.console import progress_bar, results, warn
 from oscarkv.errors import OscarError
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from oscarkv.evaluation.checkpoint import Checkpoint
     from oscarkv.evaluation.fidelity import Fidelity
     from oscarkv.evaluation.subjects import Subject
-    from oscarkv.methods.simulation import Simulation
-    from oscarkv.recipe import Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Measure artifacts and recipes.")
 
@@ -107,7 +105,7 @@ def fidelity(
     options.require_files([*text, *(calibration_text or []), *(artifact or [])])
     if not artifact and not recipes:
         raise OscarError("nothing to measure: give --artifact, --recipes or both")
-    wanted = _recipes(recipes, bool(calibration_text))
+    wanted = gather.methods(recipes, bool(calibration_text))
     sizes = [(length, windows), *_lengths(lengths)]
     parts = _parts(sensitivity)
     options.require_backend(backend)
@@ -190,22 +188,6 @@ def _free_name(name: str, stem: str, taken: set[str]) -> str:
         if candidate not in taken:
             return candidate
     raise OscarError(f"two artifacts are both called {stem}; rename one file")
-
-
-def _recipes(listed: str, has_text: bool) -> list[Recipe | Simulation]:
-    """The named recipes and methods; refuses those that need text when there is none."""
-    from oscarkv.methods import named, needs
-    from oscarkv.recipe import Recipe
-
-    names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
-    found = [named(name) for name in names]
-    if not has_text:
-        for each in found:
-            if needs(each) if isinstance(each, Recipe) else each.needs:
-                raise OscarError(
-                    f"recipe {each.name!r} is fitted to text; give some with --calibration-text"
-                )
-    return found
 
 
 def _lengths(listed: str) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
     from oscarkv.artifact import Artifact
+    from oscarkv.methods.simulation import Simulation
     from oscarkv.recipe import Recipe
 
 ArtifactOption = Annotated[
@@ -36,18 +37,33 @@ CalibrationTextOption = Annotated[
 TokensOption = Annotated[int, typer.Option("--tokens", min=1, help="Calibration tokens.")]
 
 
-def recipes(listed: str, has_text: bool) -> list[Recipe]:
-    """The named recipes; refuses those that need text when there is none."""
-    from oscarkv.methods import needs
+def methods(listed: str, has_text: bool) -> list[Recipe | Simulation]:
+    """The named recipes and simulated methods; refuses those that need text when there is none."""
+    from oscarkv.methods import named, needs
     from oscarkv.recipe import Recipe
 
     names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
-    found = [Recipe.named(name) for name in names]
-    for recipe in found:
-        if needs(recipe) and not has_text:
+    found = [named(name) for name in names]
+    if not has_text:
+        for each in found:
+            if needs(each) if isinstance(each, Recipe) else each.needs:
+                raise OscarError(
+                    f"recipe {each.name!r} is fitted to text; give some with --calibration-text"
+                )
+    return found
+
+
+def recipes(listed: str, has_text: bool) -> list[Recipe]:
+    """The same, of recipes alone: what can be packed."""
+    from oscarkv.recipe import Recipe
+
+    found = []
+    for each in methods(listed, has_text):
+        if not isinstance(each, Recipe):
             raise OscarError(
-                f"recipe {recipe.name!r} is fitted to text; give some with --calibration-text"
+                f"{each.name!r} is simulated and can only be measured by eval fidelity and compare"
             )
+        found.append(each)
     return found
 
 
@@ -117,7 +133,7 @@ def describe_setting(artifact: Artifact) -> dict[str, Any]:
     recipe = artifact.recipe
     return {
         "recipe": recipe.name,
-        "bits_128k": recipe.bits(artifact.model.head_dim),
+        "bits_128k": artifact.bits(),
         "sink": recipe.sink,
         "recent": recipe.recent,
         "sha256": _digest(artifact),
@@ -127,7 +143,8 @@ def describe_setting(artifact: Artifact) -> dict[str, Any]:
 def _digest(artifact: Artifact) -> str:
     """The same for artifacts that give the same answers."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(artifact.recipe)).encode())
-    for _, layer in sorted(artifact.layers.items()):
+    for index, layer in sorted(artifact.layers.items()):
+        digest.update(json.dumps(dataclasses.asdict(artifact.layer_recipe(index))).encode())
         for name, tensor in sorted(layer.tensors().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
