@@ -27,7 +27,7 @@ def run_script(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 
@@ -47,7 +47,7 @@ class ServerProcess:
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment)
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 300
         while True:
             try:
                 self.get("/health")

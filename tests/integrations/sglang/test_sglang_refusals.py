@@ -154,8 +154,12 @@ def test_arguments_of_the_fork():
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    with pytest.raises(OscarError, match="instead: --attention-backend oscarkv"):
-        prepare_server_args(["--model-path", "any", "--kv-cache-dtype", "int2"])
+    for given, instead in [
+        (("--kv-cache-dtype", "int2"), "int2 is the OSCAR fork's; instead: --attention-backend"),
+        (("--kv-cache-quant-group-size", "64"), "instead: the artifact's recipe says it"),
+    ]:
+        with pytest.raises(OscarError, match=instead):
+            prepare_server_args(["--model-path", "any", *given])
 
 
 # -- what a user sees ------------------------------------------------------------------------------

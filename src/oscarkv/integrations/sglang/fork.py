@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
 
+from oscarkv.errors import OscarError
+
 _IMPORT = "oscarkv zoo import K.pt V.pt --model MODEL -o FILE, then --oscarkv-artifact FILE"
+_GROUP = "oscar_fork_group_size"
 _RECIPE = "the artifact's recipe says it"
 #: Variable -> the new option; {} stands for its value.
 VARIABLES = {
@@ -25,11 +29,11 @@ VARIABLES = {
     "SGLANG_LLOYD_MAX": f"{_RECIPE}: oscarkv calibrate fits rows by least squares",
     "OSCAR_TRITON_PER_RANK_BASE": "nothing",
 }
+DTYPE, GROUP_SIZE = "int2", "--kv-cache-quant-group-size"
 #: The same for its command line.
-DTYPE = "int2"
 ARGUMENTS = {
     f"--kv-cache-dtype {DTYPE}": "--attention-backend oscarkv --oscarkv-artifact FILE",
-    "--kv-cache-quant-group-size": _RECIPE,
+    GROUP_SIZE: _RECIPE,
 }
 
 
@@ -42,6 +46,19 @@ def advice(environment: Mapping[str, str] = os.environ) -> list[str]:
     ]
 
 
-def refusal_of(argument: str) -> str:
-    """For an argument of the fork, which SGLang does not have."""
-    return f"{argument} is the OSCAR fork's; instead: {ARGUMENTS[argument]}"
+def recognise(parser: argparse.ArgumentParser) -> None:
+    """Let SGLang's parser take the fork's arguments, so that they can be answered."""
+    parser.add_argument(GROUP_SIZE, dest=_GROUP, default=None, help=argparse.SUPPRESS)
+    dtype = parser._option_string_actions["--kv-cache-dtype"]
+    if dtype.choices is not None:
+        dtype.choices = [*dtype.choices, DTYPE]
+
+
+def refuse(arguments: argparse.Namespace) -> None:
+    given = {
+        f"--kv-cache-dtype {DTYPE}": arguments.kv_cache_dtype == DTYPE,
+        GROUP_SIZE: getattr(arguments, _GROUP) is not None,
+    }
+    for argument, present in given.items():
+        if present:
+            raise OscarError(f"{argument} is the OSCAR fork's; instead: {ARGUMENTS[argument]}")

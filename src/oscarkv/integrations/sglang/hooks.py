@@ -53,14 +53,11 @@ def install_version_refusal(error: OscarError) -> None:
 def _add_cli_args(plain: Any, parser: Any) -> None:
     plain(parser)
     options.add_arguments(parser)
-    dtype = parser._option_string_actions["--kv-cache-dtype"]
-    if dtype.choices is not None:
-        dtype.choices = [*dtype.choices, fork.DTYPE]  # to be refused with advice
+    fork.recognise(parser)
 
 
 def _from_cli_args(plain: Any, cls: Any, arguments: Any) -> Any:
-    if arguments.kv_cache_dtype == fork.DTYPE:
-        raise OscarError(fork.refusal_of(f"--kv-cache-dtype {fork.DTYPE}"))
+    fork.refuse(arguments)
     made = plain(cls, arguments)
     options.keep(made, options.take(dict(vars(arguments))))
     return made

@@ -19,6 +19,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from oscarkv.integrations.sglang.allocator import OscarAllocator
 
+#: Waiting requests whose wish is remembered.
+WANTED = 4096
+
 
 class OscarTree(RadixCache):  # type: ignore[misc]
     token_to_kv_pool_allocator: OscarAllocator
@@ -44,6 +47,8 @@ class OscarTree(RadixCache):  # type: ignore[misc]
             self.wanted.pop(params.req.rid, None)
             return found
         self.wanted[params.req.rid] = found.device_prefix_len
+        if len(self.wanted) > WANTED:  # of requests that were given up while they waited
+            del self.wanted[next(iter(self.wanted))]
         if not length:
             return self._empty_match_result
         return super().match_prefix(MatchPrefixParams(key=params.key[:length]))
