@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["COLUMNS"] = "120"  # tables and lines are cut and wrapped alike, wherever tests run
 
 import pytest
 import torch
