@@ -136,7 +136,8 @@ def model_page(record: dict[str, Any], stem: str) -> str:
         if name not in record:
             continue
         found = record[name]
-        size = f"{found['windows']} windows of {found['length']:,} tokens."
+        windows = "1 window" if found["windows"] == 1 else f"{found['windows']} windows"
+        size = f"{windows} of {found['length']:,} tokens."
         out += [f"#### {title}", "", f"{text} {size}", "", table(found, name == "methods"), ""]
         if name == "methods":
             lengths = by_length(record, "length-")

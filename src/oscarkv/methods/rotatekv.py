@@ -6,9 +6,8 @@ share parameters, and rounded per token, asymmetric min/max. Values are turned b
 per head. Read back, keys are put in order, turned back, and given their RoPE.
 
 Departures. Groups are of head_dim channels with 16-bit scale and minimum, no clipping. The paper
-keeps 20 tokens with massive activations exact; alone, this keeps the first 20, which is where such
-activations are on the models here, instead of looking for them. Odd numbers of heads get the
-Hartley-Hadamard matrix of `oscarkv.linalg`.
+keeps 20 tokens with massive activations exact; alone, this keeps the first 20 instead of looking
+for them. Odd numbers of heads get the Hartley-Hadamard matrix of `oscarkv.linalg`.
 """
 
 from __future__ import annotations
