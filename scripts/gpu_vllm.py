@@ -82,6 +82,7 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
 
     from oscarkv import Recipe
     from oscarkv.benchmark.geometry import make_model
+    from oscarkv.integrations.vllm.proof import implementations
 
     model, artifact = make_model(chosen.geometry, folder, Recipe.named("balanced"))
     loads = [*chosen.steps, *chosen.throughput, *filter(None, [chosen.kernels])]
@@ -116,7 +117,7 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
     emit(
         "engine",
         backend=chosen.backend,
-        implementation=implementation(config),
+        implementation=implementations(config),
         runner=type(runner_of(llm)).__module__,
         start_s=round(seconds, 1),
         capacity_tokens=config.cache_config.kv_cache_size_tokens,
@@ -131,13 +132,6 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     )
     return llm
-
-
-def implementation(config: Any) -> list[str]:
-    """The classes that attend: stock attention under our name would show here."""
-    layers = config.compilation_config.static_forward_context.values()
-    found = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
-    return sorted(f"{cls.__module__}.{cls.__name__}" for cls in found)
 
 
 def graphs_captured() -> int:

@@ -25,7 +25,7 @@ BELOW = {
 }
 LIBRARY = set(BELOW)
 BELOW["integrations"] = LIBRARY
-BELOW["benchmark"] = LIBRARY
+BELOW["benchmark"] = LIBRARY | {"integrations"}
 BELOW["evaluation"] = LIBRARY | {"integrations"}
 BELOW["demo"] = LIBRARY | {"integrations", "evaluation"}
 BELOW["cli"] = LIBRARY | {"integrations", "evaluation", "demo", "benchmark"}

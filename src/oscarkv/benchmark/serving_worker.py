@@ -34,6 +34,7 @@ from oscarkv.benchmark.serving_plan import (
     Load,
     Shape,
 )
+from oscarkv.integrations.vllm.proof import implementations, require_plugin
 
 
 class DoesNotFit(Exception):
@@ -110,25 +111,6 @@ def start(plan: EnginePlan) -> tuple[Any, dict[str, Any]]:
         "device": config.device_config.device_type,
     }
     return Driver(llm.llm_engine, plan, config.cache_config.kv_cache_size_tokens), about
-
-
-def implementations(config: Any) -> list[str]:
-    """The classes that attend; none where layers live in other processes (several ranks)."""
-    layers = config.compilation_config.static_forward_context.values()
-    found = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
-    return sorted(f"{kind.__module__}.{kind.__name__}" for kind in found)
-
-
-def require_plugin(attention: list[str]) -> None:
-    """Stock attention measured under our name would be the worst of figures."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    custom = AttentionBackendEnum.CUSTOM
-    loaded = custom.is_overridden() and custom.get_path().startswith("oscarkv.")
-    if not loaded:
-        raise RuntimeError("vLLM did not load oscarkv's plugin; is oscarkv installed with pip?")
-    if attention and not any(name.startswith("oscarkv.") for name in attention):
-        raise RuntimeError(f"no layer attends with oscarkv: {', '.join(attention)}")
 
 
 def measure(event: str, what: dict[str, Any], repeats: int, once: Callable[[], float]) -> None:

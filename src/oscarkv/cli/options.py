@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,3 +124,17 @@ def parse_layers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise OscarError(f"--skip-layers {text}: write layer numbers like 0,1,29") from None
+
+
+def engine_options(texts: Sequence[str]) -> dict[str, Any]:
+    """`--engine-option NAME=JSON`, as given: arguments of an engine's own."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            equals = ""
+        if not equals:
+            raise OscarError(f"--engine-option {text}: write NAME=JSON, for instance seed=1")
+    return found

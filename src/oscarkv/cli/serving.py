@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import shlex
 import sys
 import tempfile
@@ -162,7 +161,7 @@ def serving(
         new_tokens or (512 if on_gpu else 16),
     )
     sequences = max_num_seqs or min(256, max(32, count, *(shape.batch for shape in asked)))
-    extra = _parse_options(engine_options or [])
+    extra = options.engine_options(engine_options or [])
     if engine == SGLANG:
         arguments = _sglang_arguments(on_gpu, eager, sequences, max_num_batched_tokens)
         arguments |= {"mem_fraction_static": gpu_memory_utilization} if on_gpu else {}
@@ -338,19 +337,6 @@ def _about(model: str, plans: list[EnginePlan], on_gpu: bool) -> dict[str, Any]:
         "steps": plans[0].steps,
         "repeats": plans[0].repeats,
     }
-
-
-def _parse_options(texts: list[str]) -> dict[str, Any]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            equals = ""
-        if not equals:
-            raise OscarError(f"--engine-option {text}: write NAME=JSON, for instance seed=1")
-    return found
 
 
 def _say(what: str) -> None:

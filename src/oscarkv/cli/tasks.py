@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -197,7 +196,7 @@ def tasks(
     files = dict(zip(loaded_artifacts, artifact or [], strict=True))
     longest = _longest(plans, prompts, place.context)
     knobs = dict(protocol.engine) if protocol is not None else {}
-    knobs |= _parse_options(engine_options or [])
+    knobs |= options.engine_options(engine_options or [])
 
     def make(name: str) -> Engine:
         if engine == "transformers":
@@ -341,19 +340,6 @@ def _longest(plans: Sequence[TaskPlan], prompts: dict[str, Any], context: int) -
     lengths = [max(map(len, prompts[p.task.name])) + p.max_new_tokens for p in plans]
     longest = max(lengths, default=context)  # lm-eval's prompts are not known yet
     return min(longest, context) if context else longest
-
-
-def _parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            equals = ""
-        if not equals:
-            raise OscarError(f"--engine-option {text}: write NAME=JSON, for instance seed=1")
-    return found
 
 
 def _require_vllm() -> None:

@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from oscarkv.integrations.vllm.proof import implementations, require_plugin
+
 MARK = "@oscarkv-task "
 
 
@@ -50,9 +52,9 @@ def _run(asked: dict[str, Any]) -> None:
     llm = LLM(asked["model"], **asked["engine"])
     engine = llm.llm_engine
     config = engine.vllm_config
-    attention = _implementations(config)
+    attention = implementations(config)
     if "additional_config" in asked["engine"]:
-        _require_plugin(attention)
+        require_plugin(attention)
     emit(
         "started",
         attention=attention,
@@ -92,24 +94,6 @@ def _sampling(request: dict[str, Any], chosen: dict[str, Any]) -> Any:
         stop=list(request["stop"]) or None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _implementations(config: Any) -> list[str]:
-    """The classes that attend; none where layers live in other processes (several ranks)."""
-    layers = config.compilation_config.static_forward_context.values()
-    found = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
-    return sorted(f"{kind.__module__}.{kind.__name__}" for kind in found)
-
-
-def _require_plugin(attention: list[str]) -> None:
-    """Stock attention scored under our name would be the worst of figures."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    custom = AttentionBackendEnum.CUSTOM
-    if not (custom.is_overridden() and custom.get_path().startswith("oscarkv.")):
-        raise RuntimeError("vLLM did not load oscarkv's plugin; is oscarkv installed with pip?")
-    if attention and not any(name.startswith("oscarkv.") for name in attention):
-        raise RuntimeError(f"no layer attends with oscarkv: {', '.join(attention)}")
 
 
 if __name__ == "__main__":
