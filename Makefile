@@ -28,7 +28,7 @@ test-slow: setup
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_BIN)/pytest -q tests/integrations/vllm --durations=10
 
-# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 2 GB of disk.
+# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 4 GB of disk.
 test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_BIN)/pytest -q tests/integrations/sglang --durations=10
 
@@ -59,7 +59,7 @@ $(VLLM_VENV)/.ready: pyproject.toml requirements-vllm.txt
 	@touch $@
 
 # torchvision cannot be loaded beside this torch: a stub is put on the path instead.
-$(SGLANG_VENV)/.ready: pyproject.toml requirements-sglang.txt
+$(SGLANG_VENV)/.ready: pyproject.toml requirements-sglang.txt requirements-vllm.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || \
 		{ echo "SGLang's CPU engine of requirements-sglang.txt is for Linux on x86-64"; exit 1; }
 	$(PYTHON) -m venv $(SGLANG_VENV)
