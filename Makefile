@@ -31,7 +31,7 @@ test-slow: setup
 test-vllm: $(VLLM_VENV)/.ready
 	$(call TWO_AT_A_TIME,$(VLLM_BIN)) tests/integrations/vllm --durations=15
 
-# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 2 GB of disk.
+# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 4 GB of disk.
 test-sglang: $(SGLANG_VENV)/.ready
 	$(call TWO_AT_A_TIME,$(SGLANG_BIN)) tests/integrations/sglang --durations=15
 
@@ -67,7 +67,7 @@ $(VLLM_VENV)/.ready: pyproject.toml requirements-vllm.txt
 	@touch $@
 
 # torchvision cannot be loaded beside this torch: a stub is put on the path instead.
-$(SGLANG_VENV)/.ready: pyproject.toml requirements-sglang.txt
+$(SGLANG_VENV)/.ready: pyproject.toml requirements-sglang.txt requirements-vllm.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || \
 		{ echo "SGLang's CPU engine of requirements-sglang.txt is for Linux on x86-64"; exit 1; }
 	$(PYTHON) -m venv $(SGLANG_VENV)
