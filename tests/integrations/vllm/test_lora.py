@@ -9,7 +9,7 @@ pytest.importorskip("vllm.config")
 
 import torch
 from safetensors.torch import save_file
-from servers import run_script
+from server_processes import run_script
 from serving_models import prompts
 
 SCRIPT = """
