@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -71,6 +72,39 @@ class AttentionHandle(ABC):
             "this model's attention no longer goes through oscarkv (it was detached, or given "
             "another attn_implementation); make a new OscarCache, which attaches it again"
         )
+
+
+class HandleLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a Transformers cache that answers new keys and values with a handle."""
+
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0  # tokens a sequence, padding included
+
+    def handle(self, k: Tensor, v: Tensor) -> AttentionHandle:
+        raise NotImplementedError("each kind of cache has handles of its own")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[AttentionHandle, AttentionHandle]:
+        handle = self.handle(key_states, value_states)
+        self.is_initialized = True
+        self.seen += key_states.shape[-2]
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 def attention(

@@ -18,7 +18,12 @@ from oscarkv.codec import PageLayout, RowCodec
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import CacheError, OscarError
 from oscarkv.integrations.transformers.attach import FOLDED, attach, values_are_folded
-from oscarkv.integrations.transformers.attention import AttentionHandle, LazyMask, plain_attention
+from oscarkv.integrations.transformers.attention import (
+    AttentionHandle,
+    HandleLayer,
+    LazyMask,
+    plain_attention,
+)
 from oscarkv.integrations.transformers.batch import (
     as_batch,
     left_padding,
@@ -264,18 +269,16 @@ class OscarCache(Cache):  # type: ignore[misc]
         return 8 * held / max(elements, 1)
 
 
-class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
+class OscarLayer(HandleLayer):
     """One packed layer of an OscarCache."""
 
     is_croppable = True
-    supports_early_init = False
 
     def __init__(self, cache: OscarCache, store: LayerCache, sliding_window: int | None) -> None:
         super().__init__()
         self.cache, self.store = cache, store
         self.store.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
-        self.seen = 0
         self._held: list[tuple[Tensor, Tensor, Tensor]] = []  # keys, values, history slots
 
     def hold(self, k: Tensor, v: Tensor, step: Step) -> None:
@@ -299,25 +302,8 @@ class OscarLayer(CacheLayerMixin):  # type: ignore[misc]
     def held_bytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v, _ in self._held)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[AttentionHandle, AttentionHandle]:
-        self.is_initialized = True
-        self.seen += key_states.shape[-2]
-        handle = _Handle(self, key_states, value_states)
-        return handle, handle
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
+    def handle(self, k: Tensor, v: Tensor) -> AttentionHandle:
+        return _Handle(self, k, v)
 
 
 class _Handle(AttentionHandle):

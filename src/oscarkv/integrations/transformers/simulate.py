@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from oscarkv.errors import CacheError, UnsupportedModelError
 from oscarkv.integrations.transformers.attention import (
     AttentionHandle,
+    HandleLayer,
     LazyMask,
     attention_implementation,
     observing,
@@ -58,38 +59,20 @@ class SimulatedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(HandleLayer):
     is_croppable = False
-    supports_early_init = False
     is_sliding = False
 
     def __init__(self, cache: SimulatedCache, quantizer: Quantizer) -> None:
         super().__init__()
-        self.cache, self.quantizer, self.seen = cache, quantizer, 0
+        self.cache, self.quantizer = cache, quantizer
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[AttentionHandle, AttentionHandle]:
-        if self.seen or key_states.shape[0] != 1:
+    def handle(self, k: Tensor, v: Tensor) -> AttentionHandle:
+        if self.seen or k.shape[0] != 1:
             raise CacheError(
                 "a simulated method is measured on one sequence, read whole; it cannot generate"
             )
-        self.is_initialized = True
-        self.seen = key_states.shape[-2]
-        handle = _Handle(self, key_states, value_states)
-        return handle, handle
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
+        return _Handle(self, k, v)
 
 
 class _Handle(AttentionHandle):
