@@ -83,8 +83,8 @@ class HandleLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.seen = 0  # tokens a sequence, padding included
 
-    def handle(self, k: Tensor, v: Tensor) -> AttentionHandle:
-        raise NotImplementedError("each kind of cache has handles of its own")
+    @abstractmethod
+    def handle(self, k: Tensor, v: Tensor) -> AttentionHandle: ...
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
