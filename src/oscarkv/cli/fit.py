@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 1
 _MARKS = {"good": "[green]good[/green]", "warning": "[yellow]note[/yellow]",
           "problem": "[red]problem[/red]"}  # fmt: skip
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model directory or a hub id (org/name).")
+]
+ArtifactOption = Annotated[Path, typer.Option(metavar="FILE", help="The model's artifact.")]
+MemoryOption = Annotated[
+    float | None, typer.Option(metavar="GIB", help="Memory for the KV cache, of each GPU.")
+]
+GpuMemoryOption = Annotated[
+    float | None,
+    typer.Option(metavar="GIB", help="A GPU's memory.", show_default="that of the GPU here"),
+]
+LongestOption = Annotated[
+    int | None, typer.Option(min=1, help="Longest request.", show_default="the model's context")
+]
+RanksOption = Annotated[int, typer.Option(min=1, help="GPUs a model.")]
+SinkOption = Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")]
+RecentOption = Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def report(found: Fit, as_json: bool, command: str) -> None:

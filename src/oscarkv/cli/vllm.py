@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,33 +23,22 @@ def _group() -> None:
 
 @app.command("check")
 def check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model directory or a hub id (org/name).")
-    ],
-    artifact: Annotated[Path, typer.Option(metavar="FILE", help="The model's artifact.")],
-    memory: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", help="Memory for the KV cache, of each GPU."),
-    ] = None,
+    model: fit.ModelArgument,
+    artifact: fit.ArtifactOption,
+    memory: fit.MemoryOption = None,
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="vLLM's option: the share of a GPU it may fill."),
     ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", help="A GPU's memory.", show_default="that of the GPU here"),
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest request.", show_default="the model's context"),
-    ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs a model.")] = 1,
+    gpu_memory: fit.GpuMemoryOption = None,
+    max_model_len: fit.LongestOption = None,
+    tensor_parallel_size: fit.RanksOption = 1,
     dtype: Annotated[
         str, typer.Option(help="auto, bfloat16, float16 or float32, as for vLLM.")
     ] = "auto",
-    sink: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
-    recent: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    sink: fit.SinkOption = None,
+    recent: fit.RecentOption = None,
+    as_json: fit.JsonOption = False,
 ) -> None:
     """Say whether a model, its artifact and this vLLM fit, what the memory will hold and the cost.
 
