@@ -1,5 +1,7 @@
 """Rows to codes: the one definition, and the properties that make it the only one."""
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oscarkv.codec import RowCodec, parameters
-from oscarkv.codec.encode import _sqrt
+from oscarkv.codec.encode import REFINED_SCALE, _sqrt
 from oscarkv.recipe import GAINS, PARAMETER_BITS, Recipe
 
 BASE = 2.0**-10
@@ -60,6 +62,18 @@ def decode(codec: RowCodec, codes: Tensor, stored: Tensor) -> Tensor:
     return codec.decode(codes, stored, torch.full(codes.shape[:-1], BASE))
 
 
+refined = st.builds(
+    RowCodec,
+    st.just(2),
+    st.just(1),
+    st.sampled_from(["fp16", "log8", "log8-symmetric"]),
+    st.just("least-squares"),
+    st.just(0.0),
+    st.sampled_from(GAINS),
+    st.just(True),
+)
+
+
 def plain(
     bits: int = 2, fmt: str = "fp16", gain: float = 0.0, fit: str = "least-squares", clip: float = 0
 ) -> RowCodec:
@@ -69,14 +83,13 @@ def plain(
 # -- the definition ------------------------------------------------------------------------------
 
 
-@given(codecs, rows_of)
-@settings(deadline=None, max_examples=60)
+@given(st.one_of(codecs, refined), rows_of)
+@settings(deadline=None, max_examples=80)
 @np.errstate(over="ignore")
 def test_codes_and_parameters_equal_the_written_definition(codec: RowCodec, rows: Tensor) -> None:
     codes, stored = encode(codec, rows)
-    knobs = (codec.bits, codec.groups, codec.parameter_format, codec.fit, codec.clip, codec.gain)
     for row in range(2):
-        expected, parameter_bytes = reference_encode(rows[row].numpy(), *knobs, BASE)
+        expected, parameter_bytes = reference_encode(rows[row].numpy(), *astuple(codec), BASE)
         assert bytes(stored[row].tolist()) == parameter_bytes
         assert codes[row].tolist() == expected
 
@@ -165,6 +178,27 @@ def test_keys_and_values_encoded_together_equal_two_calls(codec, other_gain, row
         alone_codes, alone_stored = one.encode(x, base[side])
         assert torch.equal(codes[side], alone_codes)
         assert torch.equal(stored[side], alone_stored)
+
+
+@given(refined, rows_of)
+@settings(deadline=None, max_examples=40)
+def test_a_second_digit_quarters_the_step_and_the_last_quarter_is_not_looked_at(codec, rows):
+    quarter = rows.shape[-1] // 4
+    codes, stored = encode(codec, rows)
+    other = torch.cat([rows[:, :-quarter], rows[:, :quarter]], -1)
+    assert torch.equal(codes, encode(codec, other)[0])
+    x = rows[:, :quarter] * REFINED_SCALE
+    base = torch.full((rows.shape[0], 1), BASE)
+    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base)
+    read = decode(codec, codes, stored)
+    both = read[:, :quarter] + read[:, -quarter:] / 4
+    inside = (x >= lo - s / 2) & (x <= lo + 3.5 * s)
+    slack = 1e-6 * (x.abs().amax(-1, keepdim=True) + lo.abs() + s)
+    # Half a small step, but for the offset of the second digits' grid from the middle of what the
+    # first ones leave.
+    shift = (lo + 1.5 * s).abs() / 4
+    assert bool(((both - x).abs() <= s / 8 + shift + slack)[inside].all())
+    assert inside.float().mean() > 0.5
 
 
 def test_only_codecs_that_differ_in_gain_share_a_grid() -> None:
