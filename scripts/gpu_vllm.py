@@ -171,7 +171,8 @@ def generate(llm: Any, prompts: list[list[int]], new: int, logprobs: int | None 
 @contextmanager
 def prefilling(llm: Any) -> Iterator[None]:
     """The connector that marks contexts as computed finds none."""
-    if core_of(llm).vllm_config.kv_transfer_config.kv_connector != CONNECTOR["kv_connector"]:
+    transfer = core_of(llm).vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR["kv_connector"]:
         yield
         return
     scheduler = core_of(llm).scheduler.connector.connector_scheduler
