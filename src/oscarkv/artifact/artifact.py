@@ -114,9 +114,9 @@ class LayerTransforms:
             return errors | {"key": _from_identity(query.mT @ key)}
         quarter = key.shape[-1] // 4
         first, middle, second = query.split([quarter, 2 * quarter, quarter], -1)
-        reader = torch.cat([first * REFINED_SCALE, middle], -1)
-        kept = _from_identity(reader.mT @ key[..., : 3 * quarter])
-        return errors | {"key": max(kept, float((4 * second - first).abs().max()))}
+        stored = key[..., : 3 * quarter]
+        readers = (torch.cat([x * REFINED_SCALE, middle], -1) for x in (first, 4 * second))
+        return errors | {"key": max(_from_identity(reader.mT @ stored) for reader in readers)}
 
     @property
     def condition(self) -> Tensor:

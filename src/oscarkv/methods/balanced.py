@@ -2,7 +2,7 @@
 halfway: A = G^1/2 U H with G = C^-1 # M, the geometric mean of the inverse key covariance and the
 query metric. Among all linear transforms it minimises stored energy times read-out noise gain.
 
-In that basis a few channels carry most of what is read. So bits go where they count (`refine_keys`):
+In that basis a few channels carry most of what is read. Bits go where they count (`refine_keys`):
 the first quarter of the channels gets two 2-bit digits, the last quarter none. A second digit is a
 code like any other, read with a quarter of the first one's weight: readers notice nothing.
 """
