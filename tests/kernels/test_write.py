@@ -17,7 +17,8 @@ RECIPES = {
     "compact": Recipe.named("compact"),
     "paper": Recipe.named("paper"),
     "mixed": Recipe(key_bits=3, value_bits=4, group_size=32),
-    "metric": Recipe(metric_rounding=True),
+    "plain": Recipe(refine_keys=False),
+    "metric": Recipe(metric_rounding=True, refine_keys=False),
 }
 
 
@@ -112,7 +113,7 @@ def test_decoded_pages_are_close_to_what_was_written(name: str) -> None:
 
 
 def test_metric_rounding_lowers_the_error_that_queries_see() -> None:
-    recipe = Recipe(metric_rounding=True, key_gain=0.0)
+    recipe = Recipe(metric_rounding=True, key_gain=0.0, refine_keys=False)
     layer = make_layer(recipe, pages=3)
     plain = make_layer(recipe, pages=3)
     plain.transforms.metric = None
