@@ -23,6 +23,7 @@ from oscarkv.integrations.transformers import calibrate
 from oscarkv.recipe import Recipe
 
 BALANCED = Recipe.named("balanced")
+EVEN = BALANCED.replace(refine_keys=False)
 
 
 def evenly(length: int, target: int) -> Tensor:
@@ -43,8 +44,9 @@ VARIANTS: dict[str, tuple[Recipe, Any, int]] = {
     "half of them at the start": (BALANCED, half_at_start, 30000),
     "positions not averaged": (BALANCED.replace(average_positions=False), None, 30000),
     "100k calibration tokens": (BALANCED, None, 100000),
-    "Hadamard instead of balanced": (BALANCED.replace(key_transform="hadamard"), None, 30000),
-    "metric rounding": (BALANCED.replace(metric_rounding=True), None, 30000),
+    "keys not refined": (EVEN, None, 30000),
+    "Hadamard instead of balanced": (EVEN.replace(key_transform="hadamard"), None, 30000),
+    "metric rounding": (EVEN.replace(metric_rounding=True), None, 30000),
     "without the unbiasing gain": (BALANCED.replace(key_gain=0.0, value_gain=0.0), None, 30000),
     "recent 512": (BALANCED.replace(recent=512), None, 30000),
     "compact": (Recipe.named("compact"), None, 30000),

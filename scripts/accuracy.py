@@ -100,36 +100,36 @@ for _power in (0.5, 0.75, 1.25):
 
 
 def parts_of_balanced() -> dict[str, Recipe]:
-    """One thing changed at a time."""
+    """One thing changed at a time; what refined keys cannot be combined with, without them."""
     plain = {"key_gain": 0.0, "value_gain": 0.0}
+    even = BALANCED.replace(refine_keys=False)
     return {
         "balanced": BALANCED,
-        "keys not turned to queries (Hadamard)": BALANCED.replace(key_transform="hadamard"),
-        "no transform at all": BALANCED.replace(
-            key_transform="identity", value_transform="identity"
-        ),
+        "keys not refined": even,
+        "keys not turned to queries (Hadamard)": even.replace(key_transform="hadamard"),
+        "no transform at all": even.replace(key_transform="identity", value_transform="identity"),
         "positions not averaged": BALANCED.replace(average_positions=False),
-        "means kept in (Hadamard)": BALANCED.replace(
+        "means kept in (Hadamard)": even.replace(
             key_transform="hadamard", center=False, key_gain=0.0, value_gain=0.0
         ),
         "without the gain": BALANCED.replace(**plain),
         "gain 0.5 / 0.5": BALANCED.replace(key_gain=0.5, value_gain=0.5),
         "gain 1 / 1": BALANCED.replace(key_gain=1.0, value_gain=1.0),
-        "min/max instead of least squares": BALANCED.replace(fit="minmax", **plain),
-        "min/max clipped at .92": BALANCED.replace(
+        "min/max instead of least squares": even.replace(fit="minmax", **plain),
+        "min/max clipped at .92": even.replace(
             fit="minmax", key_clip=0.92, value_clip=0.92, **plain
         ),
         "16-bit parameters": BALANCED.replace(parameters="fp16"),
         "8-bit parameters": BALANCED.replace(parameters="log8"),
         "compact (symmetric, 8 bits)": COMPACT,
-        "metric rounding": BALANCED.replace(metric_rounding=True),
-        "compact, metric rounding": COMPACT.replace(metric_rounding=True),
-        "milder transform, power 0.5": BALANCED.replace(key_transform="balanced-0.5"),
-        "milder transform, power 0.75": BALANCED.replace(key_transform="balanced-0.75"),
-        "stronger transform, power 1.25": BALANCED.replace(key_transform="balanced-1.25"),
+        "metric rounding": even.replace(metric_rounding=True),
+        "compact, metric rounding": COMPACT.replace(metric_rounding=True, refine_keys=False),
+        "milder transform, power 0.5": even.replace(key_transform="balanced-0.5"),
+        "milder transform, power 0.75": even.replace(key_transform="balanced-0.75"),
+        "stronger transform, power 1.25": even.replace(key_transform="balanced-1.25"),
         "ridge 1e-3": BALANCED.replace(ridge=1e-3),
         "ridge 1e-5": BALANCED.replace(ridge=1e-5),
-        "groups of half a head": BALANCED.replace(group_size=32),  # set to d / 2 below
+        "groups of half a head": even.replace(group_size=32),  # set to d / 2 below
     }
 
 

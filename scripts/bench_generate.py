@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from oscarkv import Artifact, OscarCache, Recipe, attach
+from oscarkv.artifact import reader_of
 from oscarkv.benchmark import machine
 from oscarkv.integrations.transformers.batch import real_tokens
 from oscarkv.integrations.transformers.cache import OscarLayer
@@ -100,7 +101,10 @@ def make_artifact(model: Any) -> Artifact:
     """The default recipe's format, with transforms of a recipe that needs no text."""
     geometry = describe(model)
     free = data_free(geometry, range(geometry.identity.layers), Recipe.named("quarot-int2"))
-    return Artifact(free.model, Recipe(), free.layers, {"tokens": 0})
+    recipe = Recipe()
+    for layer in free.layers.values():
+        layer.query = reader_of(layer.key, recipe.refined)
+    return Artifact(free.model, recipe, free.layers, {"tokens": 0})
 
 
 def random_chunk(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from oscarkv.artifact import reader_of
 from oscarkv.cache import PagedCache, Step
 from oscarkv.codec import PageLayout, RowCodec, parameters
 from oscarkv.codec.layout import PAGE_QUANTUM
@@ -37,14 +38,16 @@ def random_spd(dim: int, rng: torch.Generator, decades: float = 3.0) -> Tensor:
     return basis * values @ basis.T
 
 
-def make_transforms(heads: int, dim: int, seed: int, *, metric: bool = False) -> Transforms:
+def make_transforms(
+    heads: int, dim: int, seed: int, *, metric: bool = False, refined: bool = False
+) -> Transforms:
     rng = generator(seed)
     key, value = (well_conditioned(heads, dim, rng) for _ in range(2))
     means = torch.randn(2, heads, dim, generator=rng)
     metrics = torch.stack([random_spd(dim, rng) for _ in range(heads)]).float()
     return Transforms(
         key=key.float(),
-        query=torch.linalg.inv(key).mT.float(),
+        query=reader_of(key, refined).float(),
         key_mean=means[0],
         value=value.float(),
         value_inverse=torch.linalg.inv(value).float(),
@@ -70,7 +73,9 @@ def make_layer(
     return LayerCache(
         history=torch.zeros(pages, kv_heads, layout.bytes, dtype=torch.uint8),
         window=torch.zeros(pages, kv_heads, 2, PAGE_QUANTUM, head_dim),
-        transforms=make_transforms(kv_heads, head_dim, seed, metric=recipe.metric_rounding),
+        transforms=make_transforms(
+            kv_heads, head_dim, seed, metric=recipe.metric_rounding, refined=recipe.refined
+        ),
         layout=layout,
         key_codec=RowCodec.for_keys(recipe, head_dim),
         value_codec=RowCodec.for_values(recipe, head_dim),

@@ -57,9 +57,9 @@ def test_auto_parameters_are_8_bit_below_head_dim_128() -> None:
 
 def test_groups_must_divide_the_head() -> None:
     assert Recipe().groups(80) == 1
-    assert Recipe(group_size=32).groups(128) == 4
+    assert Recipe(group_size=32, refine_keys=False).groups(128) == 4
     with pytest.raises(RecipeError, match="group_size 32 does not divide head_dim 80"):
-        Recipe(group_size=32).groups(80)
+        Recipe(group_size=32, refine_keys=False).groups(80)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,10 @@ def test_groups_must_divide_the_head() -> None:
         ({"value_target": "keys"}, "value_target is 'keys'"),
         ({"ridge": 0.0}, "ridge is 0.0"),
         ({"center": False}, "balanced transform is fitted about the mean"),
+        ({"key_transform": "hadamard"}, "key_transform is 'hadamard', which needs refine_keys=Fal"),
+        (MINMAX, "fit is 'minmax', which needs refine_keys=False"),
+        ({"group_size": 64}, "group_size is 64, which needs refine_keys=False"),
+        ({"metric_rounding": True}, "metric_rounding is True, which needs refine_keys=False"),
     ],
 )
 def test_invalid_and_contradictory_knobs_are_refused(knobs: dict, message: str) -> None:
@@ -92,6 +96,22 @@ def test_invalid_and_contradictory_knobs_are_refused(knobs: dict, message: str) 
         Recipe(**knobs)
     with pytest.raises(RecipeError, match=message):
         Recipe().replace(**knobs)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"key_transform": "hadamard"}, MINMAX, {"group_size": 64}, {"metric_rounding": True}],
+)
+def test_what_refined_keys_contradict_is_taken_without_them(knobs: dict) -> None:
+    assert not Recipe(**knobs, refine_keys=False).refined
+    assert not Recipe(**knobs, key_bits=4).refined  # only 2-bit keys are
+
+
+def test_ours_refine_keys_of_2_bits_and_no_others_do() -> None:
+    assert {name for name, recipe in presets().items() if recipe.refined} == {"balanced", "compact"}
+    assert [Recipe(key_bits=bits).refined for bits in CODE_BITS] == [True, False, False]
+    even = Recipe(refine_keys=False)
+    assert all(Recipe().bits(dim) == even.bits(dim) for dim in HEAD_DIMS)
 
 
 def test_unknown_knobs_and_names_are_refused_with_the_known_ones() -> None:
@@ -129,10 +149,13 @@ def test_presets_survive_json(name: str) -> None:
             "metric_rounding": st.booleans(),
             "ridge": st.floats(1e-9, 0.9),
         },
-    )
+    ),
+    st.booleans(),
 )
 @settings(deadline=None, max_examples=40)
-def test_any_recipe_survives_json(knobs: dict) -> None:
+def test_any_recipe_survives_json(knobs: dict, refine: bool) -> None:
+    plain = knobs.get("group_size") is None and not knobs.get("metric_rounding")
+    knobs["refine_keys"] = refine and (plain or knobs.get("key_bits", 2) > 2)
     recipe = Recipe(**knobs)
     again = Recipe.from_json(recipe.to_json())
     assert again == recipe

@@ -52,6 +52,7 @@ class Recipe:
     center: bool = True  # subtract the mean key and value; put back exactly at read-out
     average_positions: bool = True  # average the statistics over RoPE offsets
     ridge: float = 1e-4  # added to the unit-trace moments of the balanced transform
+    refine_keys: bool = True  # 2-bit keys: a quarter of the channels with 4 bits, a quarter with 0
 
     # Encoding.
     fit: str = "least-squares"  # or "minmax"
@@ -72,6 +73,11 @@ class Recipe:
     def exact(self) -> bool:
         """Whether nothing is quantised (the `bf16` preset)."""
         return self.key_bits == EXACT_BITS
+
+    @property
+    def refined(self) -> bool:
+        """Whether key codes are two digits of some channels and none of others."""
+        return self.refine_keys and self.key_bits == 2
 
     def parameter_format(self, head_dim: int) -> str:
         if self.parameters != "auto":
@@ -193,3 +199,14 @@ class Recipe:
             self._refuse(f"ridge is {self.ridge}; use a small positive number such as 1e-4")
         if self.key_transform == "balanced" and not self.center:
             self._refuse("the balanced transform is fitted about the mean; set center=True")
+        if self.refined:
+            conflicts = {
+                "key_transform": self.key_transform != "balanced",
+                "fit": self.fit != "least-squares",
+                "group_size": self.group_size is not None,
+                "metric_rounding": self.metric_rounding,
+            }
+            for knob, conflict in conflicts.items():
+                if conflict:
+                    value = getattr(self, knob)
+                    self._refuse(f"{knob} is {value!r}, which needs refine_keys=False")

@@ -19,6 +19,7 @@ from oscarkv.artifact import (
     ModelIdentity,
     files,
     load_artifact,
+    reader_of,
     save_artifact,
 )
 from oscarkv.errors import ArtifactError, ModelMismatchError, OscarError
@@ -30,14 +31,16 @@ WEIGHTS = "803f0040c0bf"  # 1, 2, -1.5 in bfloat16
 MODEL = ModelIdentity("tiny", "LlamaForCausalLM", 4, 4, HEADS, DIM, 1024, "{}", WEIGHTS)
 
 
-def layer(seed: int, metric: bool = False) -> LayerTransforms:
+def layer(
+    seed: int, metric: bool = False, refined: bool = True, size: float = 1.0
+) -> LayerTransforms:
     generator = torch.Generator().manual_seed(seed)
     key = torch.randn(HEADS, DIM, DIM, generator=generator, dtype=torch.float64)
-    key += 8 * torch.eye(DIM)
+    key = size * (key + 8 * torch.eye(DIM))
     value = hadamard(DIM).expand(HEADS, DIM, DIM)
     return LayerTransforms(
         key=key.float(),
-        query=torch.linalg.inv(key).mT.float().contiguous(),
+        query=reader_of(key, refined).float().contiguous(),
         key_mean=torch.randn(HEADS, DIM, generator=generator),
         value=value.float().contiguous(),
         value_inverse=value.mT.float().contiguous(),
@@ -50,9 +53,9 @@ def layer(seed: int, metric: bool = False) -> LayerTransforms:
     )
 
 
-def artifact(metric: bool = False) -> Artifact:
-    recipe = Recipe(sink=4, recent=8, metric_rounding=metric)
-    layers = {0: layer(0, metric), 3: layer(3, metric)}
+def artifact(metric: bool = False, refined: bool = True) -> Artifact:
+    recipe = Recipe(sink=4, recent=8, metric_rounding=metric, refine_keys=refined)
+    layers = {index: layer(index, metric, refined) for index in (0, 3)}
     return Artifact(MODEL, recipe, layers, {"tokens": 99, "seed": 1}, "0.1.0")
 
 
@@ -71,9 +74,9 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
     save_file(tensors, path, metadata={"oscarkv": json.dumps(header)})
 
 
-@pytest.mark.parametrize("metric", [False, True])
-def test_round_trip(tmp_path: Path, metric: bool) -> None:
-    before = artifact(metric)
+@pytest.mark.parametrize(("metric", "refined"), [(False, True), (False, False), (True, False)])
+def test_round_trip(tmp_path: Path, metric: bool, refined: bool) -> None:
+    before = artifact(metric, refined)
     save_artifact(before, tmp_path / "a")
     after = load_artifact(str(tmp_path / "a"))
     assert (after.model, after.recipe) == (before.model, before.recipe)
@@ -88,6 +91,57 @@ def test_round_trip(tmp_path: Path, metric: bool) -> None:
     save_artifact(after, tmp_path / "b")
     first, second = (files.safe_open(tmp_path / x, framework="pt") for x in "ab")
     assert sorted(first.keys()) == sorted(second.keys())
+
+
+# -- formats -------------------------------------------------------------------------------------
+
+
+def format_version(path: Path) -> int:
+    with files.safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["oscarkv"])["format_version"]
+
+
+def test_refined_keys_are_format_3_which_older_readers_refuse(tmp_path: Path) -> None:
+    even, refined = artifact(refined=False), artifact()
+    mixed = {"layer_bits": {3: (4, 2)}}
+    some = refined.layers | {3: layer(3, refined=False)}
+    for expected, one in (
+        (1, even),
+        (2, dataclasses.replace(even, **mixed)),
+        (3, refined),
+        (3, dataclasses.replace(refined, layers=some, **mixed)),
+    ):
+        save_artifact(one, tmp_path / "a")
+        assert format_version(tmp_path / "a") == expected
+        assert load_artifact(tmp_path / "a").recipe == one.recipe
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_from_before_refined_keys_are_read_without_them(tmp_path: Path, version: int) -> None:
+    def age(tensors: dict[str, Any], header: dict[str, Any]) -> None:
+        del header["recipe"]["refine_keys"]
+        header["format_version"] = version
+
+    path = tmp_path / "a.safetensors"
+    save_artifact(artifact(refined=False), path)
+    rewrite(path, age)
+    loaded = load_artifact(path)
+    assert not loaded.recipe.refine_keys
+    assert loaded.recipe == artifact(refined=False).recipe
+    assert torch.equal(loaded.layers[3].query, layer(3, refined=False).query)
+
+
+def test_layers_with_more_bits_are_not_refined(tmp_path: Path) -> None:
+    for bits in ((3, 2), (4, 4)):
+        layers = {0: layer(0), 3: layer(3, refined=False)}
+        mixed = Artifact(MODEL, Recipe(), layers, layer_bits={3: bits})
+        assert [mixed.layer_recipe(index).refined for index in (0, 3)] == [True, False]
+        save_artifact(mixed, tmp_path / "a")
+        assert load_artifact(tmp_path / "a").layer_bits == {3: bits}
+        with pytest.raises(ArtifactError, match="layer 3: key transform and its inverse differ"):
+            Artifact(MODEL, Recipe(), {0: layer(0), 3: layer(3)}, layer_bits={3: bits})
+    with pytest.raises(ArtifactError, match="layer 3: key transform and its inverse differ"):
+        Artifact(MODEL, Recipe(), layers, layer_bits={3: (2, 4)})  # keys of 2 bits are
 
 
 def test_files_can_be_read_by_others(saved: Path) -> None:
@@ -111,6 +165,14 @@ def set_tensor(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> C
         tensors[f"layers.3.{name}"] = function(tensors[f"layers.3.{name}"]).contiguous()
 
     return change
+
+
+def columns(name: str, which: slice, factor: float) -> Callable[..., None]:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        x[..., which] *= factor
+        return x
+
+    return set_tensor(name, change)
 
 
 def set_header(**values: Any) -> Callable[..., None]:
@@ -138,6 +200,12 @@ DAMAGE = {
     "nan": (set_entry("key", float("nan")), "layer 3: key has NaN"),
     "infinite": (set_entry("value_mean", float("inf")), "layer 3: value_mean has NaN or infinite"),
     "key inverse": (set_entry("query", 0.5), "layer 3: key transform and its inverse differ"),
+    "first digit": (columns("query", slice(0, 4), 0.75), "layer 3: key transform and its inverse"),
+    "second digit": (columns("query", slice(12, 16), 4), "layer 3: key transform and its inverse"),
+    "unrefined": (
+        set_tensor("query", lambda _: layer(3, refined=False).query),
+        "layer 3: key transform and its inverse differ",
+    ),
     "value inverse": (set_entry("value", 0.9), "layer 3: value transform and its inverse differ"),
     "shape": (set_tensor("key_mean", lambda x: x[:, :8]), r"layer 3: key_mean has shape \[2, 8\]"),
     "heads": (set_tensor("query", lambda x: x[:1]), r"layer 3: query has shape \[1, 16, 16\]"),
@@ -155,7 +223,7 @@ DAMAGE = {
     "older format": (set_header(format_version=0), "artifact format 0, this oscarkv"),
     "newer format": (
         set_header(format_version=9, library_version="9.9"),
-        "artifact format 9, this .* reads formats 1 and 2; install the version that wrote it .9.9.",
+        "artifact format 9, this .* reads formats 1 to 3; install the version that wrote it .9.9.",
     ),
     "no model": (set_header(model=None), "damaged header"),
     "strange model": (set_header(model={"name": "x"}), "damaged header"),
@@ -164,7 +232,7 @@ DAMAGE = {
     "unknown knob": (set_header(recipe={"colour": 3}), "unknown recipe knob colour"),
     "bad knob": (set_header(recipe={"key_bits": 7}), "key_bits"),
     "no metric": (
-        set_header(recipe={"metric_rounding": True}),
+        set_header(recipe={"metric_rounding": True, "refine_keys": False}),
         "layer 0: the recipe rounds by a metric",
     ),
 }
@@ -176,6 +244,15 @@ def test_damage_is_named(saved: Path, what: str) -> None:
     rewrite(saved, change)
     with pytest.raises(ArtifactError, match=f"a.safetensors: .*{message}"):
         load_artifact(saved)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_a_wrong_second_digit_is_seen_whatever_the_size_of_keys(size: float) -> None:
+    good = layer(0, size=size)
+    Artifact(MODEL, Recipe(), {0: good})
+    good.query[..., -1] *= 1.01
+    with pytest.raises(ArtifactError, match="layer 0: key transform and its inverse differ"):
+        Artifact(MODEL, Recipe(), {0: good})
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])

@@ -6,8 +6,10 @@ import pytest
 import torch
 from calibration.dense import random_call
 
+from oscarkv.artifact import reader_of
 from oscarkv.calibration.fit import LayerCheck, average_positions, fit_layer, observe_checks
 from oscarkv.calibration.statistics import AttentionCall, LayerStatistics
+from oscarkv.codec.encode import REFINED_SCALE
 from oscarkv.errors import CalibrationError
 from oscarkv.linalg import bit_reversal, hadamard
 from oscarkv.methods.balanced import centred_keys
@@ -120,7 +122,7 @@ def test_published_rotations(name: str) -> None:
 def test_balanced_transform_balances() -> None:
     """Stored energy and read-out noise are the same matrix, up to its scale (G C G = M)."""
     statistics = observed([random_call(seed) for seed in range(4)])
-    layer = fit_layer(statistics, Recipe(**SIZES, ridge=1e-9))
+    layer = fit_layer(statistics, Recipe(**SIZES, ridge=1e-9, refine_keys=False))
     for head in range(2):
         key, query = layer.key[head].double(), layer.query[head].double()
         stored = key.T @ centred_keys(statistics)[head] @ key
@@ -140,6 +142,73 @@ def test_balanced_transform_balances() -> None:
     )
 
 
+# -- refined keys --------------------------------------------------------------------------------
+
+QUARTER = DIM // 4
+CLASSES = (slice(0, QUARTER), slice(QUARTER, 3 * QUARTER), slice(3 * QUARTER, DIM))
+
+
+def test_refined_channels_have_one_energy_and_the_order_of_what_queries_read() -> None:
+    statistics = observed([random_call(seed) for seed in range(4)])
+    layer = fit_layer(statistics, Recipe(**SIZES, ridge=1e-9))
+    for head in range(2):
+        key = layer.key[head].double()
+        stored = key.T @ centred_keys(statistics)[head] @ key
+        energy = torch.stack([stored.diagonal()[part].mean() for part in CLASSES])
+        torch.testing.assert_close(
+            energy / energy.mean(), torch.ones(3).double(), rtol=1e-3, atol=0
+        )
+        # Classes are apart: what one stores says nothing of another.
+        blocks = torch.block_diag(*(stored[part, part] for part in CLASSES))
+        torch.testing.assert_close(stored, blocks, rtol=0, atol=1e-3 * float(energy.mean()))
+        inverse = reader_of(key, refined=False)
+        read = (inverse.T @ statistics.read_queries.second_moment[head] @ inverse).diagonal()
+        most, middle, least = (read[part] for part in CLASSES)
+        assert most.min() > 1.2 * middle.max()
+        assert middle.min() > 1.2 * least.max()
+
+
+def test_refined_keys_are_read_on_the_stored_directions_whatever_the_first_digits() -> None:
+    call = random_call(5)
+    layer = fit_layer(observed([call]), Recipe(**SIZES))
+    for head in range(2):
+        key, query = layer.key[head].double(), layer.query[head].double()
+        rows = (call.k[head] - layer.key_mean[head]).double() @ key
+        first, middle, dropped = (rows[:, part] for part in CLASSES)
+        digit = torch.round(first)  # any: the second digit is four times what it leaves
+        codes = torch.cat([digit, middle, 4 * (REFINED_SCALE * first - digit)], -1)
+        again = codes @ query.T @ key
+        expected = torch.cat([first, middle, torch.zeros_like(dropped)], -1)
+        torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+
+
+def decaying_call(seed: int, decades: float, dim: int = 64, length: int = 256) -> AttentionCall:
+    """One head whose keys and queries lie in the same directions, each weaker than the last."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(0, -decades, dim)
+    q, k, v = torch.randn(3, 1, length, dim, generator=generator)
+    q, k = q * spread * 4, k * spread * 4
+    logits = 0.1 * q @ k.mT + torch.full((length, length), -torch.inf).triu(1)
+    return AttentionCall(q, k, v, torch.softmax(logits, -1) @ v, 0.1)
+
+
+def logit_error(decades: float, recipe: Recipe) -> float:
+    """Of a layer fitted to some calls, on another."""
+    statistics = observed([decaying_call(seed, decades) for seed in range(6)])
+    check = LayerCheck(fit_layer(statistics, recipe), statistics, recipe)
+    observe_checks([check], decaying_call(9, decades), torch.Generator().manual_seed(0))
+    return float(check.result().errors[0])
+
+
+@pytest.mark.parametrize("name", ["balanced", "compact"])
+def test_refined_keys_lose_less_where_some_directions_carry_most(name: str) -> None:
+    recipe = Recipe.named(name, **SIZES)
+    even = recipe.replace(refine_keys=False)
+    assert logit_error(1.0, recipe) < 0.6 * logit_error(1.0, even)
+    # Where all directions carry the same, a quarter of them is missed.
+    assert logit_error(0.0, recipe) > logit_error(0.0, even)
+
+
 # -- self-check ----------------------------------------------------------------------------------
 
 
@@ -154,7 +223,7 @@ def sharp_call(seed: int) -> AttentionCall:
 def test_sabotaged_heads_fall_back(metric: bool) -> None:
     calls = [sharp_call(seed) for seed in range(4)]
     statistics = observed(calls)
-    recipe = Recipe(**SIZES, metric_rounding=metric)
+    recipe = Recipe(**SIZES, metric_rounding=metric, refine_keys=False)
     good = fit_layer(statistics, recipe)
     layer = fit_layer(statistics, recipe)
     stretch = torch.logspace(-2, 2, DIM)

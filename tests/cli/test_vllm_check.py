@@ -9,6 +9,7 @@ import pytest
 from commandline import CONTEXT, Run, save_tiny_model
 
 import oscarkv
+from oscarkv.artifact import reader_of
 from oscarkv.errors import MissingDependencyError
 from oscarkv.integrations.vllm import fit
 
@@ -141,6 +142,8 @@ def test_refusals(refuses: Callable[..., str], tiny: Path, artifact: Path, tmp_p
 
 def test_a_recipe_that_packs_nothing(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:
     loaded = oscarkv.load_artifact(artifact)
+    for layer in loaded.layers.values():
+        layer.query = reader_of(layer.key, refined=False)
     plain = dataclasses.replace(loaded, recipe=oscarkv.Recipe.named("bf16"))
     oscarkv.save_artifact(plain, tmp_path / "plain")
     answer = found(run, tiny, "--artifact", tmp_path / "plain", code=1)

@@ -52,6 +52,17 @@ def store(s: F, lo: F, fmt: str, levels: int, base: F) -> tuple[bytes, F, F]:
     return bytes([n, int(z) % 256]), s, s * (z * step)
 
 
+def load(stored: bytes, fmt: str, base: F) -> tuple[F, F]:
+    """Two-bit rows' s and lo as a reader sees them."""
+    if fmt == "fp16":
+        s, lo = np.frombuffer(stored, np.float16)
+        return F(s), F(lo)
+    s = GRID[stored[0]] * base
+    if fmt == "log8-symmetric":
+        return s, s * F(-1.5)
+    return s, s * (F(np.int8(stored[1] - 256 * (stored[1] > 127))) * F(1 / 32))
+
+
 def _power(x: F, power: float) -> F:
     root = np.sqrt(x)
     quarter = np.sqrt(root)
@@ -114,6 +125,17 @@ def _least_squares(x: np.ndarray, bits: int, fmt: str, gain: float, base: F):
     return s, lo, stored
 
 
+def _refined(row: np.ndarray, fmt: str, gain: float, base: F) -> tuple[list[int], bytes]:
+    quarter, symmetric = len(row) // 4, fmt == "log8-symmetric"
+    s, lo, stored = _least_squares(row[: 3 * quarter], 2, fmt, gain, base)
+    middle = _codes(row[quarter : 3 * quarter], s, lo, 4, symmetric)
+    s, lo = load(stored, fmt, base)
+    scaled = row[:quarter] * F(0.75)
+    first = _codes(scaled, s, lo, 4, symmetric)
+    left = [(x - (s * F(c) + lo)) * F(4) for x, c in zip(scaled, first, strict=True)]
+    return first + middle + _codes(left, s, lo, 4, symmetric), stored
+
+
 def _minmax(x: np.ndarray, threshold: F | None, bits: int, fmt: str, base: F):
     clipped = x if threshold is None else np.clip(x, -threshold, threshold)
     lo = clipped.min()
@@ -122,9 +144,11 @@ def _minmax(x: np.ndarray, threshold: F | None, bits: int, fmt: str, base: F):
     return s, lo, stored
 
 
-def encode(row, bits, groups, fmt, fit, clip, gain, base) -> tuple[list[int], bytes]:
+def encode(row, bits, groups, fmt, fit, clip, gain, refined, base) -> tuple[list[int], bytes]:
     """A row's codes in channel order and its stored parameters."""
     row, base = np.asarray(row, F), F(base)
+    if refined:
+        return _refined(row, fmt, gain, base)
     threshold = None
     if clip:
         threshold = np.sort(np.abs(row))[min(int(clip * len(row)), len(row) - 1)]

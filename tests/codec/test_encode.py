@@ -1,5 +1,7 @@
 """Rows to codes: the one definition, and the properties that make it the only one."""
 
+from dataclasses import astuple, replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oscarkv.codec import RowCodec, parameters
-from oscarkv.codec.encode import _sqrt
+from oscarkv.codec.encode import REFINED_SCALE, _sqrt
 from oscarkv.recipe import GAINS, PARAMETER_BITS, Recipe
 
 BASE = 2.0**-10
@@ -34,6 +36,16 @@ minmax = st.builds(
     gain=st.just(0.0),
 )
 codecs = st.one_of(least_squares, minmax)
+refined = st.builds(
+    RowCodec,
+    bits=st.just(2),
+    groups=st.just(1),
+    parameter_format=st.sampled_from(FORMATS),
+    fit=st.just("least-squares"),
+    clip=st.just(0.0),
+    gain=st.sampled_from(GAINS),
+    refined=st.just(True),
+)
 rows_of = st.builds(
     lambda dim, seed, size, shift, tail: random_rows(6, dim, seed, size, shift, tail),
     dim=st.sampled_from((64, 80, 96, 128, 192)),
@@ -69,14 +81,13 @@ def plain(
 # -- the definition ------------------------------------------------------------------------------
 
 
-@given(codecs, rows_of)
-@settings(deadline=None, max_examples=60)
+@given(st.one_of(codecs, refined), rows_of)
+@settings(deadline=None, max_examples=80)
 @np.errstate(over="ignore")
 def test_codes_and_parameters_equal_the_written_definition(codec: RowCodec, rows: Tensor) -> None:
     codes, stored = encode(codec, rows)
-    knobs = (codec.bits, codec.groups, codec.parameter_format, codec.fit, codec.clip, codec.gain)
     for row in range(2):
-        expected, parameter_bytes = reference_encode(rows[row].numpy(), *knobs, BASE)
+        expected, parameter_bytes = reference_encode(rows[row].numpy(), *astuple(codec), BASE)
         assert bytes(stored[row].tolist()) == parameter_bytes
         assert codes[row].tolist() == expected
 
@@ -128,7 +139,7 @@ def test_square_roots_are_correctly_rounded() -> None:
 # -- independence --------------------------------------------------------------------------------
 
 
-@given(codecs, rows_of, st.permutations(range(6)))
+@given(st.one_of(codecs, refined), rows_of, st.permutations(range(6)))
 @settings(deadline=None, max_examples=30)
 def test_a_row_is_encoded_alike_alone_in_any_batch_and_in_any_order(codec, rows, order) -> None:
     codes, stored = encode(codec, rows)
@@ -167,12 +178,39 @@ def test_keys_and_values_encoded_together_equal_two_calls(codec, other_gain, row
         assert torch.equal(stored[side], alone_stored)
 
 
+@given(refined, rows_of)
+@settings(deadline=None, max_examples=40)
+def test_a_second_digit_quarters_the_step_and_the_last_quarter_is_not_looked_at(codec, rows):
+    quarter = rows.shape[-1] // 4
+    codes, stored = encode(codec, rows)
+    other = torch.cat([rows[:, :-quarter], rows[:, :quarter]], -1)
+    assert torch.equal(codes, encode(codec, other)[0])
+    x = rows[:, :quarter] * REFINED_SCALE
+    base = torch.full((rows.shape[0], 1), BASE)
+    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base)
+    read = decode(codec, codes, stored)
+    both = read[:, :quarter] + read[:, -quarter:] / 4
+    inside = (x >= lo - s / 2) & (x <= lo + 3.5 * s)
+    slack = 1e-6 * (x.abs().amax(-1, keepdim=True) + lo.abs() + s)
+    # Half a small step, but for the offset of the second digits' grid from the middle of what the
+    # first ones leave.
+    shift = (lo + 1.5 * s).abs() / 4
+    assert bool(((both - x).abs() <= s / 8 + shift + slack)[inside].all())
+    # Rows about zero, of a size whose scale can be stored, are within reach of the two digits.
+    ordinary = (rows.mean(-1).abs() < rows.std(-1)) & (rows.abs().amax(-1) < 2.0**5)
+    assert bool((inside.float().mean(-1) > 0.7)[ordinary].all())
+
+
 def test_only_codecs_that_differ_in_gain_share_a_grid() -> None:
-    balanced, paper = Recipe(), Recipe.named("paper")
-    assert RowCodec.for_keys(balanced, 128).shares_grid(RowCodec.for_values(balanced, 128))
-    assert not RowCodec.for_keys(paper, 128).shares_grid(RowCodec.for_values(paper, 128))
-    mixed = balanced.replace(value_bits=4)
-    assert not RowCodec.for_keys(mixed, 128).shares_grid(RowCodec.for_values(mixed, 128))
+    def shared(recipe: Recipe) -> bool:
+        return RowCodec.for_keys(recipe, 128).shares_grid(RowCodec.for_values(recipe, 128))
+
+    even = Recipe(refine_keys=False)
+    assert shared(even)
+    assert not shared(Recipe())  # refined keys are fitted on three quarters of a row
+    assert shared(Recipe(key_bits=4, value_bits=4))
+    assert not shared(even.replace(value_bits=4))
+    assert not shared(Recipe.named("paper"))
 
 
 # -- awkward rows --------------------------------------------------------------------------------
@@ -197,7 +235,11 @@ def test_constant_rows_give_no_nan_and_come_back(value: float, fmt: str, fit: st
         assert stored[0] == 0  # the smallest scale
 
 
-@given(codecs, st.sampled_from((1e-44, 1e-38, 1e-30, 1e30, 3e38)), st.integers(0, 1000))
+@given(
+    st.one_of(codecs, refined),
+    st.sampled_from((1e-44, 1e-38, 1e-30, 1e30, 3e38)),
+    st.integers(0, 1000),
+)
 @settings(deadline=None, max_examples=30)
 def test_huge_tiny_and_spiked_rows_give_finite_numbers(codec, size, seed) -> None:
     rows = torch.rand(4, 64, generator=generator(seed)) * 2 - 1
@@ -239,6 +281,19 @@ def test_least_squares_beats_minmax_on_every_2_bit_row(seed: int, dim: int, shif
 def test_least_squares_beats_minmax_on_average(bits, dim, tail, share) -> None:
     fitted, ranged = squared_errors(random_rows(400, dim, shift=0.7, tail=tail), bits)
     assert float(fitted.sum()) < share * float(ranged.sum())
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("gain", [0.0, 0.75, 1.0])
+def test_two_digits_leave_an_eighth_of_the_error_of_one(gain: float, fmt: str, dim: int) -> None:
+    quarter, rows = dim // 4, random_rows(1000, dim)
+    codec = replace(plain(fmt=fmt, gain=gain), refined=True)
+    read = decode(codec, *encode(codec, rows))
+    two = (read[:, :quarter] + read[:, -quarter:] / 4) / REFINED_SCALE
+    of_two = (two - rows[:, :quarter]).square().mean()
+    of_one = (read - rows)[:, quarter:-quarter].square().mean()
+    assert float(of_two) < float(of_one) / 8
 
 
 @pytest.mark.parametrize(("fmt", "bits"), [("fp16", 2), ("log8", 2), ("fp16", 4), ("log8", 3)])

@@ -49,7 +49,7 @@ def test_a_gpu_gives_the_vectors_too() -> None:
 @np.errstate(over="ignore")
 def test_the_written_definition_gives_the_vectors(case: str) -> None:
     knobs, dim = CASES[case], int(case.split(".")[0][1:])
-    names = ("bits", "groups", "parameter_format", "fit", "clip", "gain")
+    names = ("bits", "groups", "parameter_format", "fit", "clip", "gain", "refined")
     arguments = [knobs[name] for name in names]
     for row, base in enumerate(TENSORS["base"].tolist()):
         x = TENSORS[f"d{dim}.rows"][row].numpy()

@@ -11,6 +11,7 @@ import torch
 from integrations import tiny
 
 from oscarkv import Artifact, OscarCache, Recipe
+from oscarkv.artifact import reader_of
 from oscarkv.integrations.transformers.calibrate import data_free
 from oscarkv.integrations.transformers.geometry import describe
 
@@ -32,6 +33,8 @@ def smollm2_shaped(layers: int = 2, **knobs: Any) -> tuple[Any, Artifact]:
     model = tiny.model(**shape, **knobs)
     artifact = data_free(describe(model), range(layers), Recipe.named("quarot-int2"))
     # The default recipe's storage with transforms that need no text: memory is all that counts.
+    for layer in artifact.layers.values():
+        layer.query = reader_of(layer.key, refined=True)
     return model, Artifact(artifact.model, Recipe(), artifact.layers)
 
 

@@ -15,6 +15,7 @@ import torch
 from helpers import relative_error
 from torch import Tensor
 
+from oscarkv.artifact import reader_of
 from oscarkv.codec import PageLayout, RowCodec
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.kernels import AttentionBackend, LayerCache, Transforms
@@ -41,9 +42,11 @@ class Shape(NamedTuple):
     gqa: int = 4
     kv_heads: int = 2
     bits: tuple[int, int] = (2, 2)
+    refined: bool = True  # 2-bit keys in one group
 
     def recipe(self, **knobs: int) -> Recipe:
         return Recipe(
+            refine_keys=self.refined and self.group_size is None,
             group_size=self.group_size,
             parameters=self.parameters,
             key_bits=self.bits[0],
@@ -270,7 +273,7 @@ def make_layer(
     layer = LayerCache(
         history=empty,
         window=empty.to(shape.dtype),
-        transforms=make_transforms(shape, rng, sizes, folded),
+        transforms=make_transforms(shape, rng, sizes, folded, recipe.refined),
         layout=layout,
         key_codec=RowCodec.for_keys(recipe, dim),
         value_codec=RowCodec.for_values(recipe, dim),
@@ -283,7 +286,7 @@ def make_layer(
 
 
 def make_transforms(
-    shape: Shape, rng: torch.Generator, sizes: tuple[float, float], folded: bool
+    shape: Shape, rng: torch.Generator, sizes: tuple[float, float], folded: bool, refined: bool
 ) -> Transforms:
     """Hadamard matrices with random signs, a little stretched."""
     heads, dim = shape.kv_heads, shape.head_dim
@@ -298,7 +301,7 @@ def make_transforms(
     exponents = [round(math.log2(size)) - 10 for size in sizes]
     return Transforms(
         key=stretch[0] * key,
-        query=key / stretch[0],
+        query=reader_of(stretch[0] * key, refined),
         key_mean=normal((heads, dim), rng) * sizes[0],
         value=None if folded else stretch[1] * value,
         value_inverse=None if folded else (value / stretch[1]).mT.contiguous(),

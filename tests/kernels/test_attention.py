@@ -60,7 +60,11 @@ def test_query_heads_read_their_own_kv_head(group: int, mode: str) -> None:
 @pytest.mark.parametrize("bits", [(2, 2), (3, 3), (4, 4), (2, 4), (3, 2)])
 def test_bits_formats_and_groups(bits: tuple[int, int], parameters: str, group_size) -> None:
     recipe = SMALL.replace(
-        key_bits=bits[0], value_bits=bits[1], parameters=parameters, group_size=group_size
+        key_bits=bits[0],
+        value_bits=bits[1],
+        parameters=parameters,
+        group_size=group_size,
+        refine_keys=group_size is None,
     )
     one = rig(recipe, head_dim=128)
     assert one.check([30], "prefill") < 1e-9

@@ -57,12 +57,17 @@ GRID = [
     (Shape(96, None, "log8-symmetric", 16, BF16, 1), 7),
     (Shape(192, None, "log8", 112, BF16, 12), 1),
     (Shape(192, None, "fp16", 256, HALF, 7), 3),
+    (Shape(128, None, "fp16", 64, BF16, 4, refined=False), 1),
+    (Shape(64, None, "log8", 64, BF16, 3, refined=False), 1),
 ]
 
 
 def named(shape: Shape) -> str:
     dtype = str(shape.dtype).removeprefix("torch.")
-    return f"{shape.head_dim}-{shape.group_size}-{shape.parameters}-{shape.page_size}-{dtype}"
+    refined = "-refined" if shape.recipe().refined else ""
+    return (
+        f"{shape.head_dim}-{shape.group_size}-{shape.parameters}-{shape.page_size}-{dtype}{refined}"
+    )
 
 
 def border_lengths(page_size: int) -> list[int]:
@@ -308,6 +313,23 @@ WRITES = [
     (Shape(80, None, "log8", 48, BF16), {}, False, 40),
     (Shape(96, None, "log8-symmetric", 64, HALF), {}, True, 40),
     (Shape(192, None, "fp16", 16, BF16), {}, False, 40),
+    *(
+        (Shape(dim, None, stored, 64, BF16, refined=False), {}, False, count)
+        for dim, stored, count in (
+            (64, "log8", 40),
+            (80, "log8-symmetric", 40),
+            (96, "fp16", 40),
+            (128, "fp16", 40),
+            (128, "log8", 1100),
+            (192, "log8", 40),
+            (256, "fp16", 1100),
+        )
+    ),
+    (Shape(64, None, "log8-symmetric", 64, HALF), {"key_gain": 1.0}, False, 1100),
+    (Shape(80, None, "fp16", 16, BF16), {}, False, 1100),
+    (Shape(96, None, "log8", 64, BF16), {}, False, 1100),
+    (Shape(192, None, "log8-symmetric", 64, HALF), {"key_gain": 0.0}, False, 1100),
+    (Shape(256, None, "log8", 64, BF16), {}, True, 1100),
 ]
 
 
@@ -364,7 +386,9 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16)
 
 
-@pytest.mark.parametrize("case", [0, 1, 6, 8, 9, 11], ids=lambda i: named(WRITES[i][0]))
+@pytest.mark.parametrize(
+    "case", [0, 1, 6, 8, 9, 11, 12, 16, 19, 21], ids=lambda i: named(WRITES[i][0])
+)
 def test_codes_differ_from_the_oracle_only_at_thresholds(
     case: int, backend: CudaBackend, device: torch.device
 ) -> None:
@@ -381,7 +405,7 @@ def test_codes_differ_from_the_oracle_only_at_thresholds(
     assert_codes_at_thresholds(on_cpu(ours), layer, k.float(), v.float(), slots)
 
 
-@pytest.mark.parametrize("case", [0, 6], ids=lambda i: named(WRITES[i][0]))
+@pytest.mark.parametrize("case", [0, 6, 15], ids=lambda i: named(WRITES[i][0]))
 def test_a_chunk_and_single_tokens_write_the_same_bytes(
     case: int, backend: CudaBackend, device: torch.device
 ) -> None:

@@ -36,19 +36,27 @@ DECODE = [
     (256, None, "fp16", 64, torch.bfloat16, 4, None),
     (64, None, "log8", 64, torch.bfloat16, 8, None),
 ]
-#: head_dim, group size, parameters, page size, type.
+#: head_dim, group size, parameters, page size, type, whether keys are refined.
 WRITE = [
-    (128, None, "fp16", 64, torch.bfloat16),
-    (256, 64, "log8", 128, torch.float16),
-    (80, None, "log8-symmetric", 48, torch.bfloat16),
-    (64, 32, "log8", 16, torch.float16),
-    (96, None, "fp16", 112, torch.float16),
-    (192, None, "log8", 256, torch.bfloat16),
+    (128, None, "fp16", 64, torch.bfloat16, False),
+    (256, 64, "log8", 128, torch.float16, False),
+    (80, None, "log8-symmetric", 48, torch.bfloat16, False),
+    (64, 32, "log8", 16, torch.float16, False),
+    (96, None, "fp16", 112, torch.float16, False),
+    (192, None, "log8", 256, torch.bfloat16, False),
+    (64, None, "log8-symmetric", 16, torch.float16, True),
+    (80, None, "fp16", 48, torch.bfloat16, True),
+    (96, None, "log8", 112, torch.float16, True),
+    (192, None, "log8-symmetric", 256, torch.bfloat16, True),
+    (256, None, "log8", 64, torch.float16, True),
 ]
+USUAL_WRITE = (128, None, "fp16", 64, torch.bfloat16, True)
 
 
-def layer_of(head_dim, group_size, parameters, page_size, dtype, soft_cap=None) -> LayerCache:
-    recipe = Recipe(group_size=group_size, parameters=parameters)
+def layer_of(
+    head_dim, group_size, parameters, page_size, dtype, refined=False, soft_cap=None
+) -> LayerCache:
+    recipe = Recipe(group_size=group_size, parameters=parameters, refine_keys=refined)
     layer = make_layer(recipe, head_dim, 1, page_size, soft_cap=soft_cap)
     layer.window = layer.window.to(dtype)
     return layer
@@ -58,12 +66,12 @@ def decode_geometry(case, arch: str) -> decode.Geometry:
     *storage, rows, soft_cap = case
     q = torch.empty(1, rows, storage[0], dtype=storage[-1])
     with on_a_gpu(arch):
-        return decode.Geometry.of(q, layer_of(*storage, soft_cap), 1)
+        return decode.Geometry.of(q, layer_of(*storage, soft_cap=soft_cap), 1)
 
 
 def write_geometry(case, arch: str, count: int) -> write.Geometry:
     """For few tokens or many."""
-    k = torch.empty(count, 1, case[0], dtype=case[-1])
+    k = torch.empty(count, 1, case[0], dtype=case[4])
     with on_a_gpu(arch):
         return write.Geometry.of(k, layer_of(*case))
 
@@ -114,6 +122,14 @@ def test_the_usual_decode_compiles_everywhere(arch: str) -> None:
 def test_write_compiles(case, arch: str) -> None:
     for count in (1, 8192):
         macros = write_geometry(case, arch, count).macros()
+        assert is_machine_code(compile_source("write.cu", macros, arch))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_usual_write_compiles_everywhere(arch: str) -> None:
+    for count in (1, 8192):
+        macros = write_geometry(USUAL_WRITE, arch, count).macros()
+        assert macros["REFINED"]
         assert is_machine_code(compile_source("write.cu", macros, arch))
 
 

@@ -41,11 +41,11 @@ def test_what_the_kernels_take_and_why_not_the_rest() -> None:
     assert write.unsupported(k, k, three) == "3 and 2 bits"
     exact = rows(dtype=torch.float32)
     assert "torch.float32" in str(decode.unsupported(exact, exact, half_layer()))
-    assert (
-        write.unsupported(k, k, half_layer(fit="minmax", key_gain=0.0, value_gain=0.0))
-        == "fit minmax"
-    )
-    assert write.unsupported(k, k, half_layer(metric_rounding=True)) == "metric rounding"
+    plain = {"refine_keys": False}
+    assert write.unsupported(k, k, half_layer(**plain)) is None
+    minmax = half_layer(fit="minmax", key_gain=0.0, value_gain=0.0, **plain)
+    assert write.unsupported(k, k, minmax) == "fit minmax"
+    assert write.unsupported(k, k, half_layer(metric_rounding=True, **plain)) == "metric rounding"
     assert "layout" in str(decode.unsupported(q.mT, q, half_layer()))
 
 

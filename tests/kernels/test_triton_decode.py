@@ -106,14 +106,16 @@ def test_every_gqa_ratio(group: int, device: torch.device) -> None:
 )
 def test_bits_formats_and_groups(bits, parameters, group_size, device: torch.device) -> None:
     knobs = {"key_bits": bits[0], "value_bits": bits[1], "parameters": parameters}
-    one = rig(SMALL.replace(**knobs, group_size=group_size), head_dim=128, kv_heads=1)
+    recipe = SMALL.replace(**knobs, group_size=group_size, refine_keys=group_size is None)
+    one = rig(recipe, head_dim=128, kv_heads=1)
     one.write([50], *one.tokens(50)[1:])
     assert error(one, [1], device) < (BOUND if group_size is None else GROUPED_BOUND)
 
 
 @pytest.mark.parametrize(("head_dim", "group_size"), [(80, 16), (96, 32), (192, 64)])
 def test_groups_that_are_no_power_of_two(head_dim, group_size, device: torch.device) -> None:
-    one = rig(SMALL.replace(group_size=group_size), head_dim=head_dim, kv_heads=1)
+    recipe = SMALL.replace(group_size=group_size, refine_keys=False)
+    one = rig(recipe, head_dim=head_dim, kv_heads=1)
     one.write([50], *one.tokens(50)[1:])
     assert error(one, [2], device) < GROUPED_BOUND
 

@@ -167,6 +167,7 @@ def test_other_types(dtype: torch.dtype, strict: bool, device: torch.device) -> 
 @pytest.mark.parametrize(
     ("bits", "parameters", "group_size"),
     [
+        ((2, 2), "log8", None),
         ((2, 2), "fp16", 64),
         ((2, 2), "log8", 32),
         ((2, 2), "log8-symmetric", 16),
@@ -182,7 +183,11 @@ def test_bits_formats_and_groups(
     bits: tuple[int, int], parameters: str, group_size: int | None, device: torch.device
 ) -> None:
     recipe = SMALL.replace(
-        key_bits=bits[0], value_bits=bits[1], parameters=parameters, group_size=group_size
+        key_bits=bits[0],
+        value_bits=bits[1],
+        parameters=parameters,
+        group_size=group_size,
+        refine_keys=group_size is None,
     )
     rig = rig_with([41], recipe, head_dim=64, kv_heads=1)
     assert check(rig, [9], device) < BOUND
@@ -190,7 +195,7 @@ def test_bits_formats_and_groups(
 
 @pytest.mark.parametrize(("head_dim", "bits"), [(80, 2), (80, 3), (96, 4), (192, 3)])
 def test_widths_that_are_no_powers_of_two(head_dim: int, bits: int, device: torch.device) -> None:
-    recipe = SMALL.replace(key_bits=bits, value_bits=bits, group_size=16)
+    recipe = SMALL.replace(key_bits=bits, value_bits=bits, group_size=16, refine_keys=False)
     assert check(rig_with([41], recipe, head_dim=head_dim, kv_heads=1), [9], device) < BOUND
 
 

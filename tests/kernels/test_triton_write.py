@@ -18,24 +18,32 @@ from oscarkv.recipe import Recipe
 pytest.importorskip("triton")
 from oscarkv.kernels.triton.backend import TritonBackend
 
-MINMAX = {"fit": "minmax", "key_gain": 0.0, "value_gain": 0.0}
+PLAIN = {"refine_keys": False}
+MINMAX = {"fit": "minmax", "key_gain": 0.0, "value_gain": 0.0, **PLAIN}
 GEOMETRIES = [  # head_dim, key bits, value bits, format, group size, others
-    (64, 2, 2, "log8", None, {}),
+    (64, 2, 2, "log8", None, PLAIN),
+    (64, 2, 2, "log8-symmetric", None, {}),
     (64, 4, 3, "fp16", 32, {}),
     (64, 2, 4, "log8", None, {**MINMAX, "key_clip": 0.96, "value_clip": 0.92}),
-    (80, 2, 3, "log8", None, {"key_gain": 0.25}),
+    (80, 2, 3, "log8", None, {"key_gain": 0.25, **PLAIN}),
+    (80, 2, 2, "log8", None, {"key_gain": 0.25}),
     (80, 3, 4, "log8-symmetric", 16, {}),
     (80, 4, 2, "fp16", None, {**MINMAX, "key_clip": 0.9}),
     (96, 3, 2, "fp16", None, {"value_gain": 0.0}),
-    COMPILED((96, 2, 4, "log8", 32, {})),
+    COMPILED((96, 2, 4, "log8", 32, PLAIN)),
+    COMPILED((96, 2, 3, "log8-symmetric", None, {})),
+    COMPILED((128, 2, 2, "fp16", None, PLAIN)),
     COMPILED((128, 2, 2, "fp16", None, {})),
-    (128, 2, 2, "log8-symmetric", None, {"key_gain": 0.5}),
+    (128, 2, 2, "log8-symmetric", None, {"key_gain": 0.5, **PLAIN}),
+    (128, 2, 2, "log8", None, {"key_gain": 1.0}),
     (128, 3, 3, "log8", 64, {}),
     (128, 2, 2, "fp16", 32, MINMAX),
     (128, 4, 4, "log8-symmetric", 32, {}),
-    (192, 2, 3, "log8", None, {}),
+    (192, 2, 3, "log8", None, PLAIN),
+    (192, 2, 2, "log8", None, {}),
     (192, 4, 2, "fp16", 64, {}),
-    (256, 2, 2, "fp16", None, {}),
+    (256, 2, 2, "fp16", None, PLAIN),
+    (256, 2, 4, "fp16", None, {"key_gain": 0.0}),
     (256, 3, 4, "log8", 128, {}),
 ]
 
@@ -60,7 +68,12 @@ def recipe_of(geometry) -> tuple[int, Recipe]:
     return dim, Recipe(**knobs, group_size=group_size, **others)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: "-".join(map(str, g[:5])))
+def named(geometry) -> str:
+    refined = "-refined" if recipe_of(geometry)[1].refined else ""
+    return "-".join(map(str, geometry[:5])) + refined
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=named)
 def test_equal_rows_give_equal_bytes(geometry, device: torch.device) -> None:
     dim, recipe = recipe_of(geometry)
     layer = without_transforms(make_layer(recipe, dim, page_size=16, pages=3))
@@ -84,20 +97,20 @@ def test_equal_rows_give_equal_bytes(geometry, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype"),
+    ("dim", "dtype", "refined"),
     [
-        (80, torch.float32),
-        (80, torch.bfloat16),
-        (80, torch.float16),
-        (128, torch.float32),
-        COMPILED(128, torch.bfloat16),
-        (128, torch.float16),
+        (80, torch.float32, False),
+        (80, torch.bfloat16, True),
+        (80, torch.float16, True),
+        (128, torch.float32, True),
+        COMPILED(128, torch.bfloat16, True),
+        (128, torch.float16, False),
     ],
 )
 def test_codes_differ_from_the_oracle_only_at_thresholds(
-    dim: int, dtype: torch.dtype, device: torch.device
+    dim: int, dtype: torch.dtype, refined: bool, device: torch.device
 ) -> None:
-    layer = make_layer(Recipe(), dim, page_size=16, pages=4)
+    layer = make_layer(Recipe(refine_keys=refined), dim, page_size=16, pages=4)
     layer.window = layer.window.to(dtype)
     k, v = torch.randn(2, 48, 2, dim, generator=generator(dim)).to(dtype)
     slots = some_slots(48, 4, 16, 3)
@@ -107,9 +120,11 @@ def test_codes_differ_from_the_oracle_only_at_thresholds(
     assert_codes_at_thresholds(ours, layer, k, v, slots)
 
 
-@pytest.mark.compiled
-def test_a_chunk_and_single_tokens_write_the_same_bytes(device: torch.device) -> None:
-    layer = moved(make_layer(Recipe(key_bits=3), 64, pages=3), device)
+@pytest.mark.parametrize("key_bits", [COMPILED(3), 2])
+def test_a_chunk_and_single_tokens_write_the_same_bytes(
+    key_bits: int, device: torch.device
+) -> None:
+    layer = moved(make_layer(Recipe(key_bits=key_bits), 64, pages=3), device)
     single = moved(layer, device)
     k, v = torch.randn(2, 19, 2, 64, generator=generator(1)).to(device)
     slots = some_slots(19, 3, 16, 1).to(device)
@@ -129,7 +144,7 @@ def test_a_chunk_and_single_tokens_write_the_same_bytes(device: torch.device) ->
 
 @pytest.mark.parametrize("metric", [False, True])
 def test_slot_minus_one_writes_nothing(metric: bool, device: torch.device) -> None:
-    layer = make_layer(Recipe(metric_rounding=metric), 64, pages=3)
+    layer = make_layer(Recipe(metric_rounding=metric, refine_keys=not metric), 64, pages=3)
     layer.history.fill_(0xFF)
     layer.window.view(torch.uint8).fill_(0xFF)
     k, v = torch.randn(2, 4, 2, 64, generator=generator(4))

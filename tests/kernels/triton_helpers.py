@@ -10,8 +10,8 @@ import torch
 from helpers import generator
 from torch import Tensor
 
-from oscarkv.codec import parameters
-from oscarkv.codec.encode import _quarter_power
+from oscarkv.codec import RowCodec, parameters
+from oscarkv.codec.encode import REFINED_SCALE, _quarter_power
 from oscarkv.kernels import LayerCache
 
 #: Parameters of a case that also runs compiled, under `make test-gpu`: a few, for the compiler is
@@ -96,7 +96,29 @@ def assert_codes_at_thresholds(
         different = (codes != expected) & same[..., None]
         assert float(different.float().mean()) <= 1e-3
         rows = torch.einsum("nhd,hde->nhe", x.double() - mean, matrix.double()).float()
-        _, s, lo = codec._fit(rows, base[side], lambda r, c=codec: _quarter_power(r, c.gain))
-        rows = rows.unflatten(-1, (layout.groups, -1))
-        distance = (rows[..., None] - codec._thresholds(s, lo)[..., None, :]) / s[..., None, None]
-        assert bool((distance.abs().amin(-1)[different] < 2**-10).all())
+        distances = _distances(rows, base[side], codec).unflatten(-1, (layout.groups, -1))
+        assert bool((distances[different] < 2**-10).all())
+
+
+def _distances(rows: Tensor, base: Tensor, codec: RowCodec) -> Tensor:
+    """How far each channel of rows [..., d] is from a threshold, in steps of its row's grid."""
+    quarter, whole = rows.shape[-1] // 4, rows
+    if codec.refined:
+        rows = rows[..., : 3 * quarter]
+    stored, s, lo = codec._fit(rows, base, lambda r: _quarter_power(r, codec.gain))
+    distances = _from_thresholds(rows, s, lo, codec)
+    if not codec.refined:
+        return distances
+    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base[..., None])
+    scaled = whole[..., :quarter] * REFINED_SCALE
+    rest = (scaled - (s * codec._codes(scaled, s, lo).float() + lo)) * 4
+    first = _from_thresholds(scaled, s, lo, codec)
+    # Where the first digit is another one, so is the second.
+    second = torch.minimum(first, _from_thresholds(rest, s, lo, codec) / 4)
+    return torch.cat([first, distances[..., quarter:], second], -1)
+
+
+def _from_thresholds(rows: Tensor, s: Tensor, lo: Tensor, codec: RowCodec) -> Tensor:
+    grouped = rows.unflatten(-1, (codec.groups, -1))[..., None]
+    steps = (grouped - codec._thresholds(s, lo)[..., None, :]) / s[..., None, None]
+    return steps.abs().amin(-1).flatten(-2)

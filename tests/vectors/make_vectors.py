@@ -44,7 +44,11 @@ def codecs_of(bits: int, head_dim: int) -> dict[str, RowCodec]:
     """Each format with least squares, in one and in more groups, and the published min/max."""
     fit = "least-squares"
     groups = head_dim // 32 if head_dim % 32 == 0 else head_dim // 16
-    return {
+    refined = {
+        f"{stored}.ls.refined": RowCodec(bits, 1, stored, fit, 0.0, 0.75, refined=True)
+        for stored in ("fp16", "log8", "log8-symmetric")
+    }
+    return (refined if bits == 2 else {}) | {
         "fp16.ls": RowCodec(bits, 1, "fp16", fit, 0.0, 0.75),
         "log8.ls": RowCodec(bits, 1, "log8", fit, 0.0, 1.0),
         "log8-symmetric.ls": RowCodec(bits, 1, "log8-symmetric", fit, 0.0, 0.5),

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oscarkv.codec.encode import REFINED_SCALE
 from oscarkv.errors import ArtifactError, ModelMismatchError
 from oscarkv.recipe import CODE_BITS, Recipe
 
-#: What is written: artifacts whose layers differ in bits are format 2, which older readers refuse
-#: rather than misread.
-FORMAT_VERSION, MIXED_FORMAT_VERSION = 1, 2
-#: Largest entry of A A^-1 - I that a file may have; fp32 inverses of sane transforms have 1e-5.
+#: What is written: artifacts whose layers differ in bits are format 2, those with refined keys
+#: format 3. Older readers refuse them rather than misread them.
+FORMAT_VERSION, MIXED_FORMAT_VERSION, REFINED_FORMAT_VERSION = 1, 2, 3
+#: Largest entry of A^-1 A - I that a file may have; fp32 inverses of sane transforms have 1e-5.
 INVERSE_TOLERANCE = 1e-3
 #: Exponents e0 with which every 8-bit scale 2^(e0 + n/16), n < 256, is a normal fp32 number.
 EXPONENTS = range(-126, 112)
@@ -67,12 +68,31 @@ def same_weights(mine: str, theirs: str) -> bool:
     return bool(((a - b).abs() <= 2.0**-7 * torch.maximum(a.abs(), b.abs())).all())
 
 
+def reader_of(key: Tensor, refined: bool) -> Tensor:
+    """What queries are multiplied with to read keys stored by A [..., d, d]: A^-T.
+
+    With refined keys, codes are first digits of the first quarter of the channels, the middle half,
+    and second digits of the first quarter; the last quarter of A's columns is not stored.
+    """
+    inverse = torch.linalg.inv(key).mT
+    if not refined:
+        return inverse
+    quarter = key.shape[-1] // 4
+    first = inverse[..., :quarter] / REFINED_SCALE
+    return torch.cat([first, inverse[..., quarter : 3 * quarter], first / 4], -1)
+
+
+def _from_identity(matrix: Tensor) -> float:
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return float((matrix - eye).abs().max())
+
+
 @dataclass
 class LayerTransforms:
     """One layer, fp32, per KV head. Row vectors: stored k' = (k - m) A, read with q' = q A^-T."""
 
     key: Tensor  # A [H, d, d]
-    query: Tensor  # A^-T [H, d, d]
+    query: Tensor  # A^-T [H, d, d], or what reads two digits of a channel: `reader_of`
     key_mean: Tensor  # [H, d]
     value: Tensor  # B [H, d, d]
     value_inverse: Tensor  # B^-1 [H, d, d]
@@ -86,15 +106,17 @@ class LayerTransforms:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    @property
-    def inverse_errors(self) -> dict[str, float]:
-        """Largest entry of A A^-1 - I over heads, of keys and of values."""
-        products = {
-            "key": self.key.double() @ self.query.mT.double(),
-            "value": self.value.double() @ self.value_inverse.double(),
-        }
-        eye = torch.eye(self.key.shape[-1], dtype=torch.float64, device=self.key.device)
-        return {side: float((product - eye).abs().max()) for side, product in products.items()}
+    def inverse_errors(self, refined: bool) -> dict[str, float]:
+        """Largest entry of A^-1 A - I over heads, of keys (where they are stored) and of values."""
+        key, query = self.key.double(), self.query.double()
+        errors = {"value": _from_identity(self.value_inverse.double() @ self.value.double())}
+        if not refined:
+            return errors | {"key": _from_identity(query.mT @ key)}
+        quarter = key.shape[-1] // 4
+        first, middle, second = query.split([quarter, 2 * quarter, quarter], -1)
+        stored = key[..., : 3 * quarter]
+        readers = (torch.cat([x * REFINED_SCALE, middle], -1) for x in (first, 4 * second))
+        return errors | {"key": max(_from_identity(reader.mT @ stored) for reader in readers)}
 
     @property
     def condition(self) -> Tensor:
@@ -183,7 +205,8 @@ class Artifact:
                 raise ArtifactError(f"layer {index}: exponents {low} to {high} are out of range")
             if self.recipe.metric_rounding and layer.metric is None:
                 raise ArtifactError(f"layer {index}: the recipe rounds by a metric, but has none")
-            for side, error in layer.inverse_errors.items():
+            refined = self.layer_recipe(index).refined
+            for side, error in layer.inverse_errors(refined).items():
                 if not error <= INVERSE_TOLERANCE:
                     raise ArtifactError(
                         f"layer {index}: {side} transform and its inverse differ from identity by "

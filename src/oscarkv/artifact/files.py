@@ -18,6 +18,7 @@ from safetensors.torch import save
 from oscarkv.artifact.artifact import (
     FORMAT_VERSION,
     MIXED_FORMAT_VERSION,
+    REFINED_FORMAT_VERSION,
     Artifact,
     LayerTransforms,
     ModelIdentity,
@@ -53,7 +54,7 @@ def save_artifact(artifact: Artifact, path: str | Path) -> None:
         for name, tensor in layer.tensors().items()
     }
     header = {
-        "format_version": MIXED_FORMAT_VERSION if artifact.mixed else FORMAT_VERSION,
+        "format_version": _version(artifact),
         "library_version": library_version(),
         "model": dataclasses.asdict(artifact.model),
         "recipe": dataclasses.asdict(artifact.recipe),
@@ -64,6 +65,12 @@ def save_artifact(artifact: Artifact, path: str | Path) -> None:
         header["layer_bits"] = {str(i): list(b) for i, b in sorted(artifact.layer_bits.items())}
     data = save(tensors, metadata={HEADER_KEY: json.dumps(header, sort_keys=True)})
     write_atomically(Path(path), lambda part: _write_bytes(part, data))
+
+
+def _version(artifact: Artifact) -> int:
+    if artifact.recipe.refine_keys:
+        return REFINED_FORMAT_VERSION
+    return MIXED_FORMAT_VERSION if artifact.mixed else FORMAT_VERSION
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
@@ -100,12 +107,13 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         raise ArtifactError("a safetensors file, but not an oscarkv artifact (no header)")
     header = json.loads(metadata[HEADER_KEY])
     found = header["format_version"]
-    if found not in (FORMAT_VERSION, MIXED_FORMAT_VERSION):
+    if found not in (FORMAT_VERSION, MIXED_FORMAT_VERSION, REFINED_FORMAT_VERSION):
         raise ArtifactError(
             f"artifact format {found}, this oscarkv ({library_version()}) reads formats "
-            f"{FORMAT_VERSION} and {MIXED_FORMAT_VERSION}; install the version that wrote it "
+            f"{FORMAT_VERSION} to {REFINED_FORMAT_VERSION}; install the version that wrote it "
             f"({header.get('library_version', 'unknown')}) or calibrate anew"
         )
+    knobs = {"refine_keys": False} if found < REFINED_FORMAT_VERSION else {}
     by_layer: dict[int, dict[str, Any]] = {index: {} for index in header["quantised_layers"]}
     fields = {item.name for item in dataclasses.fields(LayerTransforms)}
     for name, tensor in tensors.items():
@@ -124,7 +132,7 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         layers[layer] = LayerTransforms(**parts)
     return Artifact(
         ModelIdentity(**header["model"]),
-        Recipe().replace(**header["recipe"]),
+        Recipe().replace(**knobs | header["recipe"]),
         layers,
         header["calibration"],
         header["library_version"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oscarkv.artifact import Artifact, LayerTransforms, ModelIdentity, save_artifact
+from oscarkv.artifact import Artifact, LayerTransforms, ModelIdentity, reader_of, save_artifact
 from oscarkv.errors import OscarError
 from oscarkv.recipe import Recipe
 
@@ -88,7 +88,7 @@ def random_artifact(name: str, config: dict[str, Any], recipe: Recipe, seed: int
         key, value = rotation(), rotation()
         return LayerTransforms(
             key=key,
-            query=key.clone(),  # A^-T = A
+            query=reader_of(key, recipe.refined),
             key_mean=torch.zeros(heads, dim),
             value=value,
             value_inverse=value.mT.contiguous(),

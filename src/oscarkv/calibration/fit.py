@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oscarkv.artifact import LayerTransforms
+from oscarkv.artifact import LayerTransforms, reader_of
 from oscarkv.artifact.round_trip import keys_as_read, values_as_read
 from oscarkv.calibration.statistics import (
     AttentionCall,
@@ -54,22 +54,24 @@ def assemble(
     value_mean: Tensor,
 ) -> LayerTransforms:
     """Everything that follows from the transforms and means: inverses, exponents, spectrum."""
-    heads, _dim = statistics.shape
-    key_inverse = torch.linalg.inv(key)
+    heads, dim = statistics.shape
     stored_keys = key.mT @ _about(statistics.keys, key_mean) @ key
     stored_values = value.mT @ _about(statistics.values, value_mean) @ value
+    kept = 3 * dim // 4 if recipe.refined else dim
+    exponents = [_exponents(stored_keys[..., :kept, :kept]), _exponents(stored_values)]
     metric = None
     if recipe.metric_rounding:
+        key_inverse = torch.linalg.inv(key)
         metric = key_inverse @ statistics.read_queries.second_moment @ key_inverse.mT
         metric = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     return LayerTransforms(
         key=key.float().contiguous(),
-        query=key_inverse.mT.float().contiguous(),
+        query=reader_of(key, recipe.refined).float().contiguous(),
         key_mean=key_mean.float(),
         value=value.float().contiguous(),
         value_inverse=torch.linalg.inv(value).float().contiguous(),
         value_mean=value_mean.float(),
-        exponents=torch.stack([_exponents(stored_keys), _exponents(stored_values)]),
+        exponents=torch.stack(exponents),
         spectrum=torch.linalg.eigvalsh(stored_keys).flip(-1).clamp_min(0).float(),
         errors=torch.full((2, heads), math.nan, device=key.device),
         fallback=torch.zeros(heads, dtype=torch.int32, device=key.device),
@@ -164,7 +166,11 @@ def observe_checks(
 
 
 class LayerCheck:
-    """Compares a layer's transform with plain Hadamard, by the error that queries would see."""
+    """Measures a layer's transforms by the error that queries would see.
+
+    A balanced transform is compared with plain Hadamard, unless its keys are refined: those have
+    an order, which Hadamard's channels have not.
+    """
 
     def __init__(
         self, transforms: LayerTransforms, statistics: LayerStatistics, recipe: Recipe
@@ -175,7 +181,7 @@ class LayerCheck:
         self.logit_scale, self.value_scale = zeros.clone(), zeros.clone()
         plain = hadamard(dim).to(transforms.key.device).expand(heads, dim, dim)
         options = [transforms]
-        if recipe.key_transform == "balanced":
+        if recipe.key_transform == "balanced" and not recipe.refined:
             options.append(
                 assemble(
                     statistics,

@@ -27,6 +27,8 @@ START_FACTORS = (0.85, 1.0, 1.2)
 #: Every start gets one round of the fit, the best of them this many more.
 REFINE_ROUNDS = 3
 GAIN_LIMITS = (0.8, 1.5)
+#: Of rows with two digits: sixteen levels are best spread over less of a channel than four are.
+REFINED_SCALE = 0.75
 _UNIT = 2.0**-10
 _TINY = torch.finfo(torch.float32).tiny
 _SMALLEST_RANGE = 2.0**-100  # far below anything stored, far above where fp32 loses precision
@@ -42,10 +44,13 @@ class RowCodec:
     fit: str
     clip: float
     gain: float
+    #: The first quarter of the channels has a second digit, in the place of the last quarter.
+    refined: bool = False
 
     @classmethod
     def for_keys(cls, recipe: Recipe, head_dim: int) -> RowCodec:
-        return cls._of(recipe, head_dim, recipe.key_bits, recipe.key_clip, recipe.key_gain)
+        codec = cls._of(recipe, head_dim, recipe.key_bits, recipe.key_clip, recipe.key_gain)
+        return replace(codec, refined=recipe.refined)
 
     @classmethod
     def for_values(cls, recipe: Recipe, head_dim: int) -> RowCodec:
@@ -72,11 +77,23 @@ class RowCodec:
         Codes are [..., d] in channel order, parameters [..., G pb] as stored. With a metric
         [H, d, d], rows are [H, n, d] and codes are improved by coordinate descent under it.
         """
+        whole, quarter = rows, rows.shape[-1] // 4
+        if self.refined:
+            rows = rows[..., : 3 * quarter]  # the rest is not stored
         stored, s, lo = self._fit(rows, base, lambda ratio: _quarter_power(ratio, self.gain))
         codes = self._codes(rows, s, lo)
         if metric is not None:
             codes = metric_round(rows, codes, s, lo, metric, self.levels)
+        if self.refined:
+            digits = self._two_digits(whole[..., :quarter] * REFINED_SCALE, stored, base)
+            codes = torch.cat([digits[0], codes[..., quarter:], digits[1]], -1)
         return codes, stored
+
+    def _two_digits(self, rows: Tensor, stored: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes on the grid of a reader, and those of four times what they leave."""
+        s, lo = parameters.load(stored, self.parameter_format, self.levels, base.unsqueeze(-1))
+        first = self._codes(rows, s, lo)
+        return first, self._codes((rows - (s * first.float() + lo)) * 4, s, lo)
 
     def encode_with(
         self, values: RowCodec, key_rows: Tensor, value_rows: Tensor, base: Tensor

@@ -35,7 +35,7 @@ class Transforms:
     """
 
     key: Tensor  # A [H, d, d]
-    query: Tensor  # A^-T [H, d, d]
+    query: Tensor  # A^-T [H, d, d], or what reads two digits of a channel (refined keys)
     key_mean: Tensor  # [H, d]
     value: Tensor | None  # B [H, d, d]
     value_inverse: Tensor | None  # B^-1 [H, d, d]

@@ -1,6 +1,10 @@
 """Our recipe. Keys are stored in the basis where what the codes lose and what queries read meet
 halfway: A = G^1/2 U H with G = C^-1 # M, the geometric mean of the inverse key covariance and the
 query metric. Among all linear transforms it minimises stored energy times read-out noise gain.
+
+In that basis a few channels carry most of what is read. Bits go where they count (`refine_keys`):
+the first quarter of the channels gets two 2-bit digits, the last quarter none. A second digit is a
+code like any other, read with a quarter of the first one's weight: readers notice nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ def fit(statistics: LayerStatistics, side: Side, recipe: Recipe) -> Tensor:
     """Balanced key transform from the weighted pairs; statistics are averaged over positions."""
     assert side == "key", "the balanced transform is for keys"
     covariance, metric = centred_keys(statistics), statistics.read_queries.second_moment
-    return balanced_transform(covariance, metric, recipe.ridge)
+    return balanced_transform(covariance, metric, recipe.ridge, recipe.refined)
 
 
 def centred_keys(statistics: LayerStatistics) -> Tensor:
@@ -33,9 +37,22 @@ def centred_keys(statistics: LayerStatistics) -> Tensor:
     return statistics.read_keys.second_moment - mean[:, :, None] * mean[:, None, :]
 
 
-def balanced_transform(covariance: Tensor, metric: Tensor, ridge: float) -> Tensor:
+def balanced_transform(
+    covariance: Tensor, metric: Tensor, ridge: float, refined: bool = False
+) -> Tensor:
     """A for key covariances and query metrics [H, d, d]."""
     c, m = unit_trace(covariance, ridge), unit_trace(metric, ridge)
     root = spd_power(geometric_mean(torch.linalg.inv(c), m), 0.5)
-    _, basis = torch.linalg.eigh(root @ c @ root)
-    return root @ basis @ hadamard(c.shape[-1]).to(c.device)
+    energy, basis = torch.linalg.eigh(root @ c @ root)
+    dim = c.shape[-1]
+    if not refined:
+        return root @ basis @ hadamard(dim).to(c.device)
+    # From the most read channel to the least. Each class is mixed within itself and brought to
+    # the same energy, since one scale serves all of a row's codes.
+    sizes = [dim // 4, dim // 2, dim // 4]
+    scales = [
+        part.mean(-1, keepdim=True).rsqrt().expand_as(part)
+        for part in energy.flip(-1).split(sizes, -1)
+    ]
+    mixing = torch.block_diag(*(hadamard(size) for size in sizes)).to(c.device)
+    return root @ (basis.flip(-1) * torch.cat(scales, -1).unsqueeze(-2)) @ mixing

@@ -19,6 +19,7 @@ PUBLISHED = Recipe(
     parameters="fp16",
     center=False,
     average_positions=False,
+    refine_keys=False,
     fit="minmax",
     key_gain=0.0,
     value_gain=0.0,

@@ -409,7 +409,8 @@ def make_layer(
 ) -> LayerCache:
     """An empty layer: constants on the device, pools with only their page 0."""
     heads, dim = transforms.key_mean.shape
-    stored = recipe.replace(key_bits=2, value_bits=2) if recipe.exact else recipe
+    two = {"key_bits": 2, "value_bits": 2, "refine_keys": False}
+    stored = recipe.replace(**two) if recipe.exact else recipe
     layout = PageLayout.of(stored, dim, page_size)
     moved = {name: tensor.to(device) for name, tensor in transforms.tensors().items()}
     return LayerCache(

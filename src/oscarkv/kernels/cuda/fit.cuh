@@ -65,7 +65,8 @@ DEVICE float power(float ratio, int quarters) {
 struct Grid { float s, lo, cov, den; };
 
 // Of one group; the scalars belong to the lane's own token.
-struct Fit {
+template <int GROUP_TILES> struct Fit {
+    static constexpr int GROUP_SIZE = GROUP_TILES * HEAD_DIM / TILES;
     u32 integers[TOKEN_TILES][GROUP_TILES];  // X, pairs
     float middle, unit, spread, center, dev, total;
     int sum;
@@ -119,8 +120,8 @@ struct Fit {
         const i64 square = own ? squares[r] : squares[0];
         spread = __ll2float_rn(GROUP_SIZE * square - (SYMMETRIC ? 0 : (i64)sum * sum));
         total = __int2float_rn(sum);
-        center = SYMMETRIC ? 0.0f : divided(total);
-        dev = divided(__fsqrt_rn(spread));
+        center = SYMMETRIC ? 0.0f : divided<GROUP_SIZE>(total);
+        dev = divided<GROUP_SIZE>(__fsqrt_rn(spread));
     }
 
     // One round for each of N grids of the lane's own token: better ones, with their cov and den.
@@ -192,7 +193,7 @@ struct Fit {
                 f.cov = __int2float_rn(GROUP_SIZE * sum_cx - sum_c * sum);
                 f.den = SIZE * squares - codes * codes;
                 f.s = __fdiv_rn(f.cov, fmaxf(f.den, 1.0f));
-                f.lo = divided(__fsub_rn(total, __fmul_rn(f.s, codes)));
+                f.lo = divided<GROUP_SIZE>(__fsub_rn(total, __fmul_rn(f.s, codes)));
             }
         }
     }

@@ -18,9 +18,9 @@ DEVICE float reaches(float x, float threshold) {  // 1 or 0
     return y;
 }
 
-DEVICE float divided(float x) {  // by the size of a group
-    if ((GROUP_SIZE & (GROUP_SIZE - 1)) == 0) return __fmul_rn(x, 1.0f / GROUP_SIZE);
-    return __fdiv_rn(x, (float)GROUP_SIZE);
+template <int SIZE> DEVICE float divided(float x) {
+    if ((SIZE & (SIZE - 1)) == 0) return __fmul_rn(x, 1.0f / SIZE);
+    return __fdiv_rn(x, (float)SIZE);
 }
 
 DEVICE float row_max(float x) {
@@ -80,6 +80,8 @@ DEVICE void load_mean(Quad (&to)[2], const float* mean, int c) {
     UNROLL for (int i = 0; i < 2; i++) to[i] = there ? load_quad(mean + c + 4 * i) : Quad{0, 0, 0, 0};
 }
 
+// The first USED tiles of the product.
+template <int USED>
 DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES][CHUNKS],
                      const float* mean, const Quad* matrix, float unscale) {
     const int lane = threadIdx.x % 32, t = lane % 4;
@@ -102,7 +104,7 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES
             back[r] = __fmul_rn(as_float((exponent - 13) << 23), unscale);
         }
     }
-    UNROLL for (int tile = 0; tile < TILES; tile++)
+    UNROLL for (int tile = 0; tile < USED; tile++)
         UNROLL for (int i = 0; i < 4; i++) x[tile][i] = 0;
     Quad next[TOKEN_TILES], next_mean[2];
     auto fetch = [&](int s) {
@@ -130,8 +132,9 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES
             }
         }
         if (s + 1 < CHUNKS) fetch(s + 1);
-        constexpr int BATCH = 4;
-        UNROLL for (int tile = 0; tile < TILES; tile += BATCH) {
+        constexpr int BATCH = USED % 4 == 0 ? 4 : 3;
+        static_assert(USED % BATCH == 0, "whole batches");
+        UNROLL for (int tile = 0; tile < USED; tile += BATCH) {
             Quad m[BATCH][2];
             UNROLL for (int i = 0; i < BATCH; i++)
                 UNROLL for (int step = 0; step < 2; step++) {
@@ -157,7 +160,7 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES
         b += TILES * 2 * 32;
     }
     UNROLL for (int r = 0; r < TOKEN_TILES; r++)
-        UNROLL for (int tile = 0; tile < TILES; tile++)
+        UNROLL for (int tile = 0; tile < USED; tile++)
             UNROLL for (int i = 0; i < 2; i++) x[tile][2 * r + i] = __fmul_rn(x[tile][2 * r + i], back[r]);
 }
 

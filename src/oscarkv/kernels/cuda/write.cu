@@ -2,7 +2,7 @@
 //
 // Further macros: TOKEN_TILES (1 or 2: a warp takes 8 or 16 tokens at a time), WARPS, BLOCKS_PER_SM,
 // MATRIX_SHARED (1: the transform fits in shared memory), KEY_GAIN and VALUE_GAIN (quarters), FOLDED
-// (1: values come transformed).
+// (1: values come transformed), REFINED (1: keys are).
 //
 // Block (x, y, z): KV head y, keys (0) or values (1) z; its warps take tokens in turn. Everything of
 // a token happens in the four lanes t of one g:
@@ -10,7 +10,9 @@
 //   are float16 pairs high + low, scaled by powers of two; of the four products of a pair, all but
 //   low * low are summed, in float. A row's numbers do not depend on its neighbours.
 // - Output columns are ordered so that lane t gets whole words of the packed row: its number q is
-//   half slot q / LANE_WORDS (2 slot + half) of word t LANE_WORDS + q % LANE_WORDS.
+//   half slot q / LANE_WORDS (2 slot + half) of word t LANE_WORDS + q % LANE_WORDS. The last quarter
+//   of the channels is the last quarter of every lane's numbers: refined keys leave out those tiles,
+//   and a second digit goes into the same half of the same word as its first one, six slots on.
 // - Sums of the fit are exact: a code c = sum over thresholds of saturate(X - ceil(t) + 1), all in
 //   float16 integers, and sums over the row are the diagonal of [X; c + 2044] c^T on the matrix
 //   units. sum c (c + 2044) holds sum c and sum c c: it is within 3/8 of 2046 sum c.
@@ -23,8 +25,8 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int LANE_WORDS = PADDED / 4;      // words of a row that a lane owns
 constexpr int TILES = 2 * PADDED;           // of 8 output columns
 constexpr int CHUNKS = (HEAD_DIM + 31) / 32;  // of the inner dimension: two steps of 16 each
-constexpr int GROUP_SIZE = HEAD_DIM / GROUPS;
-constexpr int GROUP_TILES = TILES / GROUPS;
+constexpr int REFINED_TILES = TILES / 4 * 3;  // of a refined key that are computed
+constexpr int SECOND_DIGIT = 6;             // slots from a first digit to its second
 constexpr bool SYMMETRIC = PARAMETERS == 2;
 constexpr int MATRIX_QUADS = CHUNKS * TILES * 2 * 32;  // of one head and side
 constexpr float MAGIC = 12582912.0f;        // 1.5 2^23: adding it rounds to an integer
@@ -33,7 +35,8 @@ constexpr int STARTS = 3, REFINE_ROUNDS = 3;
 constexpr int STARTS_AT_ONCE = TOKEN_TILES == 1 && HEAD_DIM <= 128 ? STARTS : 1;  // hides latencies
 constexpr u32 PAIR_2044 = 0x67fc67fcu;      // two halves
 static_assert(GROUPS == 1 || EXACT_WORDS, "groups are runs of slots");
-static_assert(GROUP_TILES % 2 == 0, "sums go over 16 columns");
+static_assert(TILES / GROUPS % 2 == 0 && REFINED_TILES % 2 == 0, "sums go over 16 columns");
+static_assert(!REFINED || GROUPS == 1, "quarters are of a row, and so is its grid");
 
 struct Arguments {
     const u16* k;
@@ -54,13 +57,49 @@ struct Arguments {
 #include "product.cuh"
 #include "fit.cuh"
 
-// Fit and store one group; its codes go into `halves`, from 2^23 on.
+// The codes of a token tile, as halves of words: from 2^23 on.
+using Halves = float[LANE_WORDS][2];
+
+DEVICE void clear(Halves (&halves)[TOKEN_TILES]) {
+    UNROLL for (int r = 0; r < TOKEN_TILES; r++)
+        UNROLL for (int i = 0; i < LANE_WORDS; i++)
+            UNROLL for (int half = 0; half < 2; half++) halves[r][i][half] = 8388608.0f;
+}
+
+DEVICE void place(Halves& halves, int q, int slots, float code) {  // number q's code, some slots on
+    const int slot = q / LANE_WORDS / 2 + slots;
+    halves[q % LANE_WORDS][q / LANE_WORDS % 2] += code * (float)(1 << 2 * slot);  // exact: below 2^24
+}
+
+struct Thresholds {
+    float t1, t2, t3;
+
+    DEVICE Thresholds(float s, float lo)
+        : t1(threshold(s, lo, 1)), t2(threshold(s, lo, 2)), t3(threshold(s, lo, 3)) {}
+    DEVICE float code(float y) const { return reaches(y, t1) + reaches(y, t2) + reaches(y, t3); }
+};
+
+// Two codes for each number of the first quarter, on the grid of a reader.
+DEVICE void encode_twice(const Numbers& x, int r, float s, float lo, Halves& halves) {
+    const Thresholds thresholds(s, lo);
+    UNROLL for (int q = 0; q < 4 * LANE_WORDS; q++) {
+        const float y = __fmul_rn(x[q / 2][2 * r + q % 2], 0.75f);
+        const float first = thresholds.code(y);
+        place(halves, q, 0, first);
+        const float rest = __fsub_rn(y, __fadd_rn(__fmul_rn(s, first), lo));
+        place(halves, q, SECOND_DIGIT, thresholds.code(__fmul_rn(rest, 4.0f)));
+    }
+}
+
+// Fit and store one group; its codes go into `halves`. A group of a refined key is what is computed
+// of it.
+template <int GROUP_TILES, bool TWICE>
 DEVICE void encode_group(const Numbers& x, int group, int side, float base, const Rows& rows,
-                         u8* history, i64 page_stride, float (&halves)[TOKEN_TILES][LANE_WORDS][2]) {
+                         u8* history, i64 page_stride, Halves (&halves)[TOKEN_TILES]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int own = TOKEN_TILES == 1 ? 0 : (t ^ g / 2) & 1;  // the token whose scalars are the lane's
     const int home = 4 * g + g / 2, first = group * GROUP_TILES;
-    Fit fit;
+    Fit<GROUP_TILES> fit;
     fit.open(x, first, t, own);
     const Grid f = fit.solve(g, t, own);
 
@@ -84,19 +123,18 @@ DEVICE void encode_group(const Numbers& x, int group, int side, float base, cons
         if (PARAMETERS == 1) ((u16*)to)[group] = (u16)stored;
         if (PARAMETERS == 2) to[group] = (u8)stored;
     }
+    const float reader_s = s, reader_lo = lo;
     s = __fdiv_rn(s, gain);
     if (!SYMMETRIC) lo = __fadd_rn(__fdiv_rn(__fsub_rn(lo, mu), gain), mu);
     UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
         const float grid_s = __shfl_sync(ALL, s, home ^ r);
         const float grid_lo = SYMMETRIC ? 0.0f : __shfl_sync(ALL, lo, home ^ r);
-        const float t1 = threshold(grid_s, grid_lo, 1), t2 = threshold(grid_s, grid_lo, 2);
-        const float t3 = threshold(grid_s, grid_lo, 3);
-        UNROLL for (int q = 2 * first; q < 2 * (first + GROUP_TILES); q++) {
-            const float y = x[q / 2][2 * r + q % 2];
-            float& half = halves[r][q % LANE_WORDS][q / LANE_WORDS % 2];
-            const float code = reaches(y, t1) + reaches(y, t2) + reaches(y, t3);
-            half += code * (float)(1 << (q / LANE_WORDS / 2 * 2));  // exact: below 2^24
-        }
+        const Thresholds thresholds(grid_s, grid_lo);
+        UNROLL for (int q = 2 * first + (TWICE ? 4 * LANE_WORDS : 0); q < 2 * (first + GROUP_TILES); q++)
+            place(halves[r], q, 0, thresholds.code(x[q / 2][2 * r + q % 2]));
+        if (TWICE)
+            encode_twice(x, r, __shfl_sync(ALL, reader_s, home ^ r),
+                         __shfl_sync(ALL, reader_lo, home ^ r), halves[r]);
     }
 }
 
@@ -124,11 +162,12 @@ oscar_write(const __grid_constant__ Arguments a) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, side = blockIdx.z, pair = side * a.kv_heads + head;
     const Quad* matrix = a.matrices + (i64)pair * MATRIX_QUADS;
-    const bool folded = FOLDED && side;
+    const bool folded = FOLDED && side, refined = REFINED && side == 0;
 #if MATRIX_SHARED
     if (!folded) {
         const u32 to = shared_address(shared_matrix);
-        for (int i = threadIdx.x; i < MATRIX_QUADS; i += THREADS) copy_to_shared(to + 16 * i, matrix + i);
+        for (int i = threadIdx.x; i < MATRIX_QUADS; i += THREADS)
+            if (!refined || i / 64 % TILES < REFINED_TILES) copy_to_shared(to + 16 * i, matrix + i);
         matrix = shared_matrix;
     }
     bool waiting = true;
@@ -174,14 +213,19 @@ oscar_write(const __grid_constant__ Arguments a) {
         if (!__any_sync(ALL, packed)) continue;
 
         Numbers x;
-        if (folded) load_numbers(x, rows);
-        else multiply(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
-        float halves[TOKEN_TILES][LANE_WORDS][2];
-        UNROLL for (int r = 0; r < TOKEN_TILES; r++)
-            UNROLL for (int i = 0; i < LANE_WORDS; i++)
-                UNROLL for (int half = 0; half < 2; half++) halves[r][i][half] = 8388608.0f;
-        UNROLL for (int group = 0; group < GROUPS; group++)
-            encode_group(x, group, side, base, rows, history, a.history_page, halves);
+        Halves halves[TOKEN_TILES];
+        if (refined) {
+            multiply<REFINED_TILES>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
+            clear(halves);
+            encode_group<REFINED_TILES, true>(x, 0, side, base, rows, history, a.history_page, halves);
+        } else {
+            if (folded) load_numbers(x, rows);
+            else multiply<TILES>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
+            clear(halves);
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                encode_group<TILES / GROUPS, false>(x, group, side, base, rows, history,
+                                                    a.history_page, halves);
+        }
         UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
             if (rows.history[r] < 0) continue;
             u32 words[LANE_WORDS];

@@ -62,6 +62,7 @@ class Geometry(PackedFormat):
 
     key_gain: int  # quarters
     value_gain: int
+    refined: bool  # keys
     folded: bool
     many: bool  # tokens
 
@@ -71,6 +72,7 @@ class Geometry(PackedFormat):
             *format_of(k, layer),
             round(4 * layer.key_codec.gain),
             round(4 * layer.value_codec.gain),
+            layer.key_codec.refined,
             layer.transforms.value is None,
             k.shape[0] > FEW_TOKENS,
         )
@@ -105,6 +107,7 @@ class Geometry(PackedFormat):
             "MATRIX_SHARED": int(self.shared_bytes > 0),
             "KEY_GAIN": self.key_gain,
             "VALUE_GAIN": self.value_gain,
+            "REFINED": int(self.refined),
             "FOLDED": int(self.folded),
         }
 
@@ -178,7 +181,7 @@ def _constants(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
     """Fragments of the matrices, means [sides, H, d], scales [2, 2, H]: see write.cu."""
     memo, transforms = layer.memo, layer.transforms
     if "cuda_write_matrices" not in memo:
-        matrices, means = [transforms.key], [transforms.key_mean]
+        matrices, means = [_stored_columns(layer)], [transforms.key_mean]
         if transforms.value is not None and transforms.value_mean is not None:
             matrices.append(transforms.value)
             means.append(transforms.value_mean)
@@ -190,6 +193,16 @@ def _constants(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
         memo["cuda_write_means"] = torch.stack(means).float().contiguous()
         memo["cuda_write_scales"] = scales
     return memo["cuda_write_matrices"], memo["cuda_write_means"], memo["cuda_write_scales"]
+
+
+def _stored_columns(layer: LayerCache) -> Tensor:
+    """A, without the columns of a refined key that are not stored: they would only take precision
+    from the others, since a matrix has one scale."""
+    key = layer.transforms.key
+    if not layer.key_codec.refined:
+        return key
+    quarter = key.shape[-1] // 4
+    return torch.nn.functional.pad(key[..., : 3 * quarter], (0, quarter))
 
 
 def _tiles(head_dim: int) -> int:

@@ -9,7 +9,12 @@ operation is a single IEEE fp32 operation: kernels that use this file must be la
 import triton
 import triton.language as tl
 
+from oscarkv.codec import encode
 from oscarkv.kernels.triton.parameters import SYMMETRIC, round_to_even, store_grid
+
+REFINED_SCALE = tl.constexpr(encode.REFINED_SCALE)
+#: From a code's bits in a packed word to those of its second digit: three quarters of a row on.
+SECOND_DIGIT = tl.constexpr(12)
 
 
 @triton.jit
@@ -74,9 +79,13 @@ def _quarter_power(x, QUARTERS: tl.constexpr):
 def fit_least_squares(
     x, exists, base, grid, pointers, keep, N: tl.constexpr, BITS: tl.constexpr,
     FORMAT: tl.constexpr, QUARTERS: tl.constexpr, START_A: tl.constexpr, START_B: tl.constexpr,
-    START_C: tl.constexpr,
+    START_C: tl.constexpr, REFINED: tl.constexpr,
 ):  # fmt: skip
-    """Store each row's parameters; returns its codes, int32 like x."""
+    """Store each row's parameters; returns its codes, int32 like x.
+
+    Refined, the N columns that exist are three quarters of the row. Codes of the first N / 3
+    columns then have their second digits at bit SECOND_DIGIT; those of columns from N on are 0.
+    """
     LEVELS: tl.constexpr = 2**BITS
     SYM: tl.constexpr = FORMAT == SYMMETRIC
     # 1. Integers.
@@ -139,9 +148,20 @@ def fit_least_squares(
     mu = center * unit + middle
     s, lo = store_grid(s, lo, base, grid, pointers, keep, FORMAT, LEVELS)
     # 8. Codes.
-    s = tl.div_rn(s, gain)
-    lo = tl.div_rn(lo - mu, gain) + mu
-    return count_thresholds(x, s, lo, LEVELS, SYM)
+    codes = count_thresholds(x, tl.div_rn(s, gain), tl.div_rn(lo - mu, gain) + mu, LEVELS, SYM)
+    if REFINED:
+        column = tl.arange(0, x.shape[1])[None, :]
+        both = _two_digits(x * REFINED_SCALE, s, lo, LEVELS, SYM)
+        codes = tl.where(column < N // 3, both, tl.where(exists[None, :], codes, 0))
+    return codes
+
+
+@triton.jit
+def _two_digits(x, s, lo, LEVELS: tl.constexpr, SYM: tl.constexpr):
+    """Codes on the grid of a reader; at bit SECOND_DIGIT, those of four times what they leave."""
+    first = count_thresholds(x, s, lo, LEVELS, SYM)
+    rest = (x - (s[:, None] * first.to(tl.float32) + lo[:, None])) * 4.0
+    return first + (count_thresholds(rest, s, lo, LEVELS, SYM) << SECOND_DIGIT)
 
 
 @triton.jit

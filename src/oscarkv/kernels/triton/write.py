@@ -34,18 +34,21 @@ WRITE_STEP = 16
 @triton.jit
 def _pack_plane(
     codes, words, exists, BITS: tl.constexpr, SHIFT: tl.constexpr, DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, REFINED: tl.constexpr,
 ):  # fmt: skip
     """Store the b bits of the codes from bit SHIFT on as one plane of words, from `words` on.
 
     Codes come as [tokens, (group, channel) padded]. Their fields must lie as [tokens, field, word].
+    A second digit lies in the same word as the first one, so that both are shifted together.
     """
     TOKENS: tl.constexpr = codes.shape[0]
     COLUMNS: tl.constexpr = codes.shape[1]
     W: tl.constexpr = (DIM * BITS + 31) // 32
     WP: tl.constexpr = triton.next_power_of_2(W)
     FIELDS: tl.constexpr = 32 // BITS
-    fields = (codes >> SHIFT) & (2**BITS - 1)
+    fields = codes
+    if not REFINED:
+        fields = (codes >> SHIFT) & (2**BITS - 1)
     if W != WP or FIELDS * W != COLUMNS or COLUMNS != DIM:
         SIZE: tl.constexpr = DIM // GROUPS
         SIZE_P: tl.constexpr = triton.next_power_of_2(SIZE)
@@ -68,8 +71,9 @@ def _write_side(
     x_in, matrix, mean, window, history, history_slots, window_slots, base, grid, count,
     token_stride, SIDE: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr,
     BITS: tl.constexpr, FORMAT: tl.constexpr, PARAMETER_BYTES: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr, CLIP: tl.constexpr, QUARTERS: tl.constexpr,
-    START_A: tl.constexpr, START_B: tl.constexpr, START_C: tl.constexpr, FOLDED: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr, REFINED: tl.constexpr, CLIP: tl.constexpr,
+    QUARTERS: tl.constexpr, START_A: tl.constexpr, START_B: tl.constexpr, START_C: tl.constexpr,
+    FOLDED: tl.constexpr,
     PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, CODES_AT: tl.constexpr,
     STORED_AT: tl.constexpr, ROW_BYTES: tl.constexpr, WINDOW_PAGE_STRIDE: tl.constexpr,
     WINDOW_TOKEN_STRIDE: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
@@ -119,11 +123,12 @@ def _write_side(
     stored = history + row_slot // PAGE * PAGE_STRIDE + STORED_AT
     stored += row_slot % PAGE * (GROUPS * PARAMETER_BYTES) + row % GP * PARAMETER_BYTES
     grouped = tl.reshape(x, (ROWS, SIZE_P))
-    in_group = tl.arange(0, SIZE_P) < SIZE
+    FITTED: tl.constexpr = SIZE * 3 // 4 if REFINED else SIZE
+    in_group = tl.arange(0, SIZE_P) < FITTED
     if LEAST_SQUARES:
         codes = fit_least_squares(
-            grouped, in_group, base, grid, stored, row_kept, SIZE, BITS, FORMAT, QUARTERS,
-            START_A, START_B, START_C,
+            grouped, in_group, base, grid, stored, row_kept, FITTED, BITS, FORMAT, QUARTERS,
+            START_A, START_B, START_C, REFINED,
         )  # fmt: skip
     else:
         clipped = x
@@ -138,10 +143,10 @@ def _write_side(
     at = history + slot // PAGE * PAGE_STRIDE + CODES_AT + slot % PAGE * ROW_BYTES
     words = at.to(tl.pointer_type(tl.int32))
     if BITS == 3:
-        _pack_plane(codes, words, kept, 2, 0, DIM, GROUPS)
-        _pack_plane(codes, words + (DIM * 2 + 31) // 32, kept, 1, 2, DIM, GROUPS)
+        _pack_plane(codes, words, kept, 2, 0, DIM, GROUPS, False)
+        _pack_plane(codes, words + (DIM * 2 + 31) // 32, kept, 1, 2, DIM, GROUPS, False)
     else:
-        _pack_plane(codes, words, kept, BITS, 0, DIM, GROUPS)
+        _pack_plane(codes, words, kept, BITS, 0, DIM, GROUPS, REFINED)
 
 
 @triton.jit(
@@ -153,6 +158,7 @@ def _write(
     window_slots, bases, grid, count, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
     PARAMETER_BYTES: tl.constexpr, LEAST_SQUARES: tl.constexpr, FOLDED: tl.constexpr,
+    REFINED: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_CLIP: tl.constexpr, KEY_QUARTERS: tl.constexpr,
     KEY_A: tl.constexpr, KEY_B: tl.constexpr, KEY_C: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_CLIP: tl.constexpr, VALUE_QUARTERS: tl.constexpr,
@@ -170,7 +176,7 @@ def _write(
         _write_side(
             k + head * k_head, key_matrix + head * DIM * COLUMNS, key_mean + head * DIM, window,
             history, history_slots, window_slots, tl.load(bases + head), grid, count, k_token,
-            0, DIM, GROUPS, KEY_BITS, FORMAT, PARAMETER_BYTES, LEAST_SQUARES, KEY_CLIP,
+            0, DIM, GROUPS, KEY_BITS, FORMAT, PARAMETER_BYTES, LEAST_SQUARES, REFINED, KEY_CLIP,
             KEY_QUARTERS, KEY_A, KEY_B, KEY_C, False, PAGE, PAGE_STRIDE, 0, KP_AT, KEY_BYTES,
             WINDOW_PAGE_STRIDE, WINDOW_TOKEN_STRIDE, TOKENS, STEP,
         )  # fmt: skip
@@ -179,7 +185,7 @@ def _write(
             v + head * v_head, value_matrix + head * DIM * COLUMNS, value_mean + head * DIM,
             window + WINDOW_SIDE_STRIDE, history, history_slots, window_slots,
             tl.load(bases + HEADS + head), grid, count, v_token,
-            1, DIM, GROUPS, VALUE_BITS, FORMAT, PARAMETER_BYTES, LEAST_SQUARES, VALUE_CLIP,
+            1, DIM, GROUPS, VALUE_BITS, FORMAT, PARAMETER_BYTES, LEAST_SQUARES, False, VALUE_CLIP,
             VALUE_QUARTERS, VALUE_A, VALUE_B, VALUE_C, FOLDED, PAGE, PAGE_STRIDE, V_AT, VP_AT,
             VALUE_BYTES, WINDOW_PAGE_STRIDE, WINDOW_TOKEN_STRIDE, TOKENS, STEP,
         )  # fmt: skip
@@ -223,7 +229,7 @@ def write(
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEADS=layer.kv_heads, DIM=layout.head_dim, GROUPS=layout.groups, FORMAT=parameter_format,
         PARAMETER_BYTES=BYTES[parameter_format], LEAST_SQUARES=key_codec.fit != "minmax",
-        FOLDED=layer.transforms.value is None,
+        FOLDED=layer.transforms.value is None, REFINED=key_codec.refined,
         KEY_BITS=key_codec.bits, KEY_CLIP=_clip_index(key_codec, layout.head_dim),
         KEY_QUARTERS=int(4 * key_codec.gain), KEY_A=key_a, KEY_B=key_b, KEY_C=key_c,
         VALUE_BITS=value_codec.bits, VALUE_CLIP=_clip_index(value_codec, layout.head_dim),
