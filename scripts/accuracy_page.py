@@ -29,8 +29,8 @@ SECTIONS = {
     "methods": (
         "Every method, the same windows",
         "Sink 64 and recent 256 for all. `paired` is the difference of KL from `balanced`, window "
-        "by window, with its standard error. *Simulated* methods are rounded on dense tensors; of "
-        "the others the packed cache itself is measured.",
+        "by window, with its standard error. In *italics* if rounded on dense tensors; of the "
+        "others the packed cache itself is measured.",
     ),
     "alone": (
         "Without our windows",
@@ -99,7 +99,8 @@ def by_length(record: dict[str, Any], prefix: str) -> str:
     names = list(next(iter(found.values()))["recipes"])
     rows = []
     for name in names:
-        cells = {"": name}
+        bits = next(iter(found.values()))["recipes"][name]["bits_128k"]
+        cells = {"": name, "bits at 128K": f"{bits:.3f}"}
         for section in found.values():
             score = section["recipes"].get(name)
             heading = f"{section['length']:,} x {section['windows']}"
@@ -132,6 +133,10 @@ def model_page(record: dict[str, Any], stem: str) -> str:
         ppl = record["methods"]["perplexity"]
         out += [f"Perplexity with the full-precision cache: {ppl:.2f}.", ""]
         out += [f"![accuracy against bits](pictures/{stem}-bits.svg)", ""]
+    if lengths := by_length(record, "length-"):
+        out += ["", "#### By context length", "", "KL; the same calibration.", "", lengths, ""]
+    if lengths or "methods" in record:
+        out += [f"![KL by position](pictures/{stem}-positions.svg)", ""]
     for name, (title, text) in SECTIONS.items():
         if name not in record:
             continue
@@ -139,11 +144,6 @@ def model_page(record: dict[str, Any], stem: str) -> str:
         windows = "1 window" if found["windows"] == 1 else f"{found['windows']} windows"
         size = f"{windows} of {found['length']:,} tokens."
         out += [f"#### {title}", "", f"{text} {size}", "", table(found, name == "methods"), ""]
-        if name == "methods":
-            lengths = by_length(record, "length-")
-            if lengths:
-                out += ["#### By context length", "", "KL; the same calibration.", "", lengths, ""]
-            out += [f"![KL by position](pictures/{stem}-positions.svg)", ""]
         if name == "positions" and (longer := by_length(record, "positions-")):
             out += [longer, ""]
     if "split" in record:
@@ -247,6 +247,7 @@ def main() -> None:
         pictures = arguments.docs / "pictures"
         if "methods" in record:
             draw_bits(record, pictures / f"{path.stem}-bits.svg")
+        if any(name == "methods" or name.startswith("length-") for name in record):
             draw_positions(record, pictures / f"{path.stem}-positions.svg")
         if "split" in record:
             draw_layers(record, pictures / f"{path.stem}-layers.svg")

@@ -38,15 +38,19 @@ def windows() -> None:
     save(figure, "windows.svg")
 
 
+#: Accuracy of both models: file and section.
+MODELS = {
+    "SmolLM2-135M": ("accuracy-smollm2.json", "methods"),
+    "Qwen2.5-Coder-1.5B": ("accuracy-qwen.json", "length-8192"),
+}
+
+
 def fidelity() -> None:
     """KL of every recipe on both models."""
-    files = {
-        "SmolLM2-135M": "fidelity-smollm2-135m.json",
-        "Qwen2.5-Coder-1.5B": "fidelity-qwen2.5-coder-1.5b.json",
-    }
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
-    for axes, (title, file) in zip(panels, files.items(), strict=True):
-        recipes = json.loads((DOCS / "results" / file).read_text())["recipes"]
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6))
+    for axes, (title, (file, section)) in zip(panels, MODELS.items(), strict=True):
+        found = json.loads((DOCS / "results" / file).read_text())[section]
+        recipes, title = found["recipes"], f"{title}, {found['length']:,} tokens"
         names = sorted(recipes, key=lambda name: -recipes[name]["kl"])
         values = [recipes[name]["kl"] for name in names]
         colors = [OURS if name in ("balanced", "compact") else OTHERS for name in names]
@@ -67,11 +71,9 @@ def fidelity() -> None:
 def layers() -> None:
     """Error of each layer's attention output, `balanced`."""
     figure, axes = plt.subplots(figsize=(9, 2.8))
-    for title, file in (
-        ("SmolLM2-135M", "fidelity-smollm2-135m.json"),
-        ("Qwen2.5-Coder-1.5B", "fidelity-qwen2.5-coder-1.5b.json"),
-    ):
-        recipe = json.loads((DOCS / "results" / file).read_text())["recipes"]["balanced"]
+    for title, (file, section) in MODELS.items():
+        record = json.loads((DOCS / "results" / file).read_text())
+        recipe = record[section]["recipes"]["balanced"]
         errors = {int(layer): error for layer, error in recipe["layer_errors"].items()}
         axes.plot(sorted(errors), [errors[i] for i in sorted(errors)], marker="o", label=title)
     axes.set_xlabel("layer")
