@@ -143,6 +143,7 @@ def _require_variance(statistics: LayerStatistics, recipe: Recipe) -> None:
 @dataclass
 class _Candidate:
     transforms: LayerTransforms
+    recipe: Recipe
     logit_error: Tensor  # [H]: sum of w (q . e)^2
     value_error: Tensor  # [H]: sum of p^2 |v - vhat|^2
     errors: tuple[Tensor, Tensor] = field(init=False)  # of the sequence at hand
@@ -168,36 +169,42 @@ def observe_checks(
 class LayerCheck:
     """Measures a layer's transforms by the error that queries would see.
 
-    A balanced transform is compared with plain Hadamard, unless its keys are refined: those have
-    an order, which Hadamard's channels have not.
+    A balanced transform is compared with plain Hadamard, which replaces it in heads where it loses.
+    Refined keys are compared with those of `unrefined`, a fit of the same recipe without refining:
+    the codes of a layer are of one kind, so heads that lose are only counted (`lost_by_refining`).
     """
 
     def __init__(
-        self, transforms: LayerTransforms, statistics: LayerStatistics, recipe: Recipe
+        self,
+        transforms: LayerTransforms,
+        statistics: LayerStatistics,
+        recipe: Recipe,
+        unrefined: LayerTransforms | None = None,
     ) -> None:
         self.recipe = recipe
         heads, dim = transforms.key_mean.shape
         zeros = torch.zeros(heads, dtype=torch.float64, device=transforms.key.device)
         self.logit_scale, self.value_scale = zeros.clone(), zeros.clone()
-        plain = hadamard(dim).to(transforms.key.device).expand(heads, dim, dim)
-        options = [transforms]
-        if recipe.key_transform == "balanced" and not recipe.refined:
-            options.append(
-                assemble(
-                    statistics,
-                    recipe,
-                    plain,
-                    transforms.key_mean.double(),
-                    transforms.value.double(),
-                    transforms.value_mean.double(),
-                )
+        options = [(transforms, recipe)]
+        if recipe.refined:
+            if unrefined is not None:
+                options.append((unrefined, recipe.replace(refine_keys=False)))
+        elif recipe.key_transform == "balanced":
+            plain = assemble(
+                statistics,
+                recipe,
+                hadamard(dim).to(transforms.key.device).expand(heads, dim, dim),
+                transforms.key_mean.double(),
+                transforms.value.double(),
+                transforms.value_mean.double(),
             )
-        self.candidates = [_Candidate(o, zeros.clone(), zeros.clone()) for o in options]
+            options.append((plain, recipe))
+        self.candidates = [_Candidate(*o, zeros.clone(), zeros.clone()) for o in options]
 
     def _take(self, call: AttentionCall) -> None:
         """Encode a sequence's keys and values with every candidate."""
         for candidate in self.candidates:
-            candidate.errors = _round_trip_errors(call, candidate.transforms, self.recipe)
+            candidate.errors = _round_trip_errors(call, candidate.transforms, candidate.recipe)
 
     def _weigh(self, call: AttentionCall, head: int, block: PairBlock, squares: Tensor) -> None:
         """Add what a block of queries would see of those errors."""
@@ -216,9 +223,9 @@ class LayerCheck:
         chosen = self.candidates[0]
         layer = chosen.transforms
         logit_error = chosen.logit_error.clone()
-        if len(self.candidates) > 1:
+        if len(self.candidates) > 1 and not self.recipe.refined:
             plain = self.candidates[1]
-            worse = (chosen.logit_error > plain.logit_error).nonzero().flatten()
+            worse = self._lost()
             for name in ("key", "query", "spectrum", "metric"):
                 ours, theirs = getattr(layer, name), getattr(plain.transforms, name)
                 if ours is not None:
@@ -230,6 +237,16 @@ class LayerCheck:
             [logit_error / self.logit_scale, chosen.value_error / self.value_scale]
         ).float()
         return layer
+
+    @property
+    def lost_by_refining(self) -> int:
+        """Heads whose refined keys do worse than unrefined ones."""
+        return len(self._lost()) if self.recipe.refined and len(self.candidates) > 1 else 0
+
+    def _lost(self) -> Tensor:
+        """Heads in which the other candidate does better."""
+        chosen, other = self.candidates
+        return (chosen.logit_error > other.logit_error).nonzero().flatten()
 
 
 def _sum_of(weights: Tensor, rows: Tensor) -> Tensor:

@@ -227,7 +227,17 @@ class _Run:
             for recipe in recipes
         ]
         checks = [
-            {layer: LayerCheck(t, statistics[layer], recipe) for layer, t in transforms.items()}
+            {
+                layer: LayerCheck(
+                    t,
+                    statistics[layer],
+                    recipe,
+                    fit_layer(statistics[layer], recipe.replace(refine_keys=False), turns[layer])
+                    if recipe.refined
+                    else None,
+                )
+                for layer, t in transforms.items()
+            }
             for recipe, transforms in zip(recipes, fitted, strict=True)
         ]
 
@@ -245,6 +255,14 @@ class _Run:
                     "there (oscarkv inspect lists them)",
                     recipe.name,
                     heads,
+                )
+            if heads := sum(check.lost_by_refining for check in recipe_checks.values()):
+                logger.warning(
+                    "%s: on held-back text, %d of %d heads read their keys worse for being "
+                    "refined; if they are many, calibrate with refine_keys=False and compare",
+                    recipe.name,
+                    heads,
+                    sum(layer.key.shape[0] for layer in result.values()),
                 )
             results.append(result)
         return results
