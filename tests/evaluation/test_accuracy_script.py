@@ -19,6 +19,7 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert specification.loader is not None
     script = importlib.util.module_from_spec(specification)
     monkeypatch.setitem(sys.modules, name, script)  # its dataclasses look for it there
+    monkeypatch.syspath_prepend(str(SCRIPTS))  # scripts import each other
     specification.loader.exec_module(script)
     return script
 
