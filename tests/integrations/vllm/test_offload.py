@@ -69,8 +69,8 @@ def offload(monkeypatch):
 def test_evicted_prompts_come_back(tiny_model, offload):
     """A small cache, in which every prompt drives out the ones before."""
     system = prompts(500, seed=1)[0]
-    # Prompts without near-ties: with seed 2, two answers part from OscarCache's in an engine without
-    # offload as well, the first where the best two tokens are 0.01 apart.
+    # Prompts without near-ties: with seed 2, two answers part from OscarCache's in an engine
+    # without offload as well, the first where the best two tokens are 0.01 apart.
     asked = [system + rest for rest in prompts(700, 900, 650, 800, 1000, seed=5)]
     longer = [prompt + rest for prompt, rest in zip(asked, prompts(*[130] * 5), strict=True)]
     everything = [*asked, *longer]
