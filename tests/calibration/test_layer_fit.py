@@ -209,17 +209,22 @@ def test_refined_keys_lose_less_where_some_directions_carry_most(name: str) -> N
     assert logit_error(0.0, recipe) > logit_error(0.0, even)
 
 
-@pytest.mark.parametrize(("decades", "lost"), [(1.0, 0), (0.0, 1)])
-def test_heads_that_lose_by_refining_are_counted_and_kept(decades: float, lost: int) -> None:
+@pytest.mark.parametrize(("decades", "worse"), [(1.0, False), (0.0, True)])
+def test_refined_keys_are_compared_with_unrefined_ones_and_kept(
+    decades: float, worse: bool
+) -> None:
     statistics = observed([decaying_call(seed, decades) for seed in range(6)])
     recipe = Recipe(**SIZES)
     layer, plain = (fit_layer(statistics, r) for r in (recipe, recipe.replace(refine_keys=False)))
     check = LayerCheck(layer, statistics, recipe, plain)
     observe_checks([check], decaying_call(9, decades), torch.Generator().manual_seed(0))
-    assert check.lost_by_refining == lost
-    key = layer.key.clone()
-    assert torch.equal(check.result().key, key)
-    assert check.result().fallback.tolist() == [0]
+    key, result = layer.key.clone(), check.result()
+    assert check.unrefined_errors is not None
+    assert bool(result.errors[0] > check.unrefined_errors) == worse
+    even = logit_error(decades, recipe.replace(refine_keys=False))  # or Hadamard's, if less
+    assert even <= float(check.unrefined_errors) < 3 * even
+    assert torch.equal(result.key, key)
+    assert result.fallback.tolist() == [0]
 
 
 # -- self-check ----------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class LayerCheck:
 
     A balanced transform is compared with plain Hadamard, which replaces it in heads where it loses.
     Refined keys are compared with those of `unrefined`, a fit of the same recipe without refining:
-    the codes of a layer are of one kind, so heads that lose are only counted (`lost_by_refining`).
+    the codes of a layer are of one kind, so that is only reported (`unrefined_errors`).
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class LayerCheck:
         logit_error = chosen.logit_error.clone()
         if len(self.candidates) > 1 and not self.recipe.refined:
             plain = self.candidates[1]
-            worse = self._lost()
+            worse = (chosen.logit_error > plain.logit_error).nonzero().flatten()
             for name in ("key", "query", "spectrum", "metric"):
                 ours, theirs = getattr(layer, name), getattr(plain.transforms, name)
                 if ours is not None:
@@ -239,14 +239,11 @@ class LayerCheck:
         return layer
 
     @property
-    def lost_by_refining(self) -> int:
-        """Heads whose refined keys do worse than unrefined ones."""
-        return len(self._lost()) if self.recipe.refined and len(self.candidates) > 1 else 0
-
-    def _lost(self) -> Tensor:
-        """Heads in which the other candidate does better."""
-        chosen, other = self.candidates
-        return (chosen.logit_error > other.logit_error).nonzero().flatten()
+    def unrefined_errors(self) -> Tensor | None:
+        """Relative errors of logits [H] that keys would have without refining."""
+        if not self.recipe.refined or len(self.candidates) == 1:
+            return None
+        return (self.candidates[1].logit_error / self.logit_scale).float()
 
 
 def _sum_of(weights: Tensor, rows: Tensor) -> Tensor:

@@ -179,6 +179,32 @@ def position_offsets(length: int, target_length: int) -> Tensor:
     return torch.cat(offsets).round().long().sort().values
 
 
+def _report_refining(
+    recipe: Recipe, layers: dict[int, LayerTransforms], checks: dict[int, LayerCheck]
+) -> None:
+    """Say what refining keys does to logits on held-back text; warn where it does harm."""
+    pairs = [
+        torch.stack([layers[index].errors[0], plain])
+        for index, check in checks.items()
+        if (plain := check.unrefined_errors) is not None
+    ]
+    if not pairs:
+        return
+    refined, plain = torch.cat(pairs, 1)
+    better = bool(refined.mean() <= plain.mean())
+    logger.log(
+        logging.INFO if better else logging.WARNING,
+        "%s: mean error of logits on held-back text %.4f, without refined keys %.4f; they do "
+        "worse in %d of %d heads%s",
+        recipe.name,
+        float(refined.mean()),
+        float(plain.mean()),
+        int((refined > plain).sum()),
+        len(plain),
+        "" if better else ": calibrate on more text, or with --set refine_keys=false",
+    )
+
+
 class _Run:
     """The passes over the calibration text for recipes that share their windows."""
 
@@ -256,14 +282,7 @@ class _Run:
                     recipe.name,
                     heads,
                 )
-            if heads := sum(check.lost_by_refining for check in recipe_checks.values()):
-                logger.warning(
-                    "%s: on held-back text, %d of %d heads read their keys worse for being "
-                    "refined; if they are many, calibrate with refine_keys=False and compare",
-                    recipe.name,
-                    heads,
-                    sum(layer.key.shape[0] for layer in result.values()),
-                )
+            _report_refining(recipe, result, recipe_checks)
             results.append(result)
         return results
 
