@@ -22,6 +22,7 @@ from oscarkv.evaluation.fidelity import Progress
 from oscarkv.evaluation.prepare import fit_artifacts
 from oscarkv.evaluation.sensitivity import Sensitivity, measure_sensitivity
 from oscarkv.evaluation.subjects import SIDES, simulate_artifact
+from oscarkv.integrations.transformers.geometry import describe
 from oscarkv.recipe import CODE_BITS, Recipe
 
 LENGTH = 131072  # the context at which the budget holds, as everywhere
@@ -58,6 +59,13 @@ def tune(
         bits: recipe.replace(key_bits=bits, value_bits=bits)
         for bits in (CODE_BITS if recipe.fit == "least-squares" else CODE_BITS[:1])
     }
+    lowest = min(by_bits)
+    least = by_bits[lowest].bits(describe(model).identity.head_dim, LENGTH)
+    if least > budget:
+        raise OscarError(
+            f"--bits {budget}: recipe {recipe.name!r} takes {least:.3f} bits at 128K with {lowest} "
+            "for every code; ask for more, or for a recipe with smaller parameters (compact)"
+        )
     fitted = fit_artifacts(
         model,
         tokenizer,
@@ -69,14 +77,7 @@ def tune(
         progress=progress,
     )
     artifacts = {bits: fitted[f"{recipe.name}-{bits}"] for bits in by_bits}
-    lowest = min(artifacts)
     base = artifacts[lowest]
-    if base.bits(LENGTH) > budget:
-        raise OscarError(
-            f"--bits {budget}: recipe {recipe.name!r} takes {base.bits(LENGTH):.3f} bits at 128K "
-            f"with {lowest} for every code; ask for more, or for a recipe with smaller parameters "
-            "(compact)"
-        )
     sensitivity = measure_sensitivity(
         model,
         tokenizer,
