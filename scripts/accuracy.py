@@ -33,6 +33,7 @@ from accuracy_plan import (
     MIXTURES,
     PLANS,
     WINDOWS,
+    Calibration,
     Plan,
     paper_ablation,
     parts_of_balanced,
@@ -85,14 +86,18 @@ class Lab:
             return [book("alice.txt" if "calibration" in name else "botchan.txt") for name in names]
         return [(self.texts / f"{name}.txt").read_text(encoding="utf-8") for name in names]
 
-    def fit(self, recipes: Mapping[str, Recipe], name: str = "wiki-calibration") -> dict[str, Any]:
+    def fit(
+        self, recipes: Mapping[str, Recipe], to: Calibration | None = None
+    ) -> dict[str, Artifact]:
+        to = to or Calibration("wiki-calibration", self.plan.tokens, self.plan.length)
         found = fit_artifacts(
             self.model,
             self.tokenizer,
-            self.text(name),
+            self.text(to.text),
             recipes,
-            tokens=self.plan.tokens,
-            length=self.plan.length,
+            tokens=to.tokens,
+            length=to.length or self.plan.length,
+            general=to.general,
             keep=self.parts,
             progress=self._progress,
         )
@@ -195,14 +200,9 @@ class Lab:
     def robustness(self) -> None:
         """The default recipe, calibrated on other text and on less of it."""
         subjects = {}
-        for text, tokens, length in self.plan.calibrations:
-            lab = dataclasses.replace(self.plan, tokens=tokens, length=length or self.plan.length)
-            before, self.plan = self.plan, lab
-            name = f"{text}, {tokens} tokens" + (f" in sequences of {length}" if length else "")
-            try:
-                subjects[name] = self.subject(self.fit({"balanced": BALANCED}, text)["balanced"])
-            finally:
-                self.plan = before
+        for one in self.plan.calibrations:
+            fitted = self.fit({"balanced": BALANCED}, one)
+            subjects[str(one)] = self.subject(fitted["balanced"])
         self.measure("robustness", subjects, self.plan.robustness)
 
     def split(self) -> None:

@@ -113,6 +113,20 @@ MIXTURES = {"evenly up to the target": evenly, "half at the start": half_at_star
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """A text that `balanced` is fitted to, and how much of it."""
+
+    text: str
+    tokens: int = 30000
+    length: int | None = None
+    general: bool = True
+
+    def __str__(self) -> str:
+        length = f" in sequences of {self.length}" if self.length else ""
+        return f"{self.text}, {self.tokens} tokens{length}{'' if self.general else ', alone'}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """How much is measured: LENGTH x windows for each section."""
 
@@ -130,13 +144,17 @@ class Plan:
     heads: tuple[int, int] | None = None
     lengths: tuple[tuple[int, int], ...] = ((8192, 4), (16384, 4), (32768, 2))
     long_recipes: tuple[str, ...] = ("balanced", "compact", "paper", "kivi-2bit")
-    calibrations: tuple[tuple[str, int, int | None], ...] = (
-        ("wiki-calibration", 30000, None),
-        ("prose", 30000, None),
-        ("code", 30000, None),
-        ("chat", 30000, None),
-        ("wiki-calibration", 4096, 2048),
-        ("wiki-calibration", 4096, None),
+    calibrations: tuple[Calibration, ...] = (
+        Calibration("wiki-calibration"),
+        Calibration("prose"),
+        Calibration("code"),
+        Calibration("chat"),
+        Calibration("wiki-calibration", 4096, 2048),
+        Calibration("wiki-calibration", general=False),
+        Calibration("prose", general=False),
+        Calibration("code", general=False),
+        Calibration("chat", general=False),
+        Calibration("wiki-calibration", 4096, 2048, general=False),
     )
     sections: tuple[str, ...] = (
         "methods",
@@ -188,6 +206,9 @@ PLANS = {
         split=(640, 1),
         heads=(640, 1),
         lengths=((768, 1),),
-        calibrations=(("wiki-calibration", 1500, 500), ("code", 1500, 500)),
+        calibrations=(
+            Calibration("wiki-calibration", 1500, 500),
+            Calibration("code", 1500, 500, general=False),
+        ),
     ),
 }

@@ -178,7 +178,7 @@ def main() -> None:
     model, tokenizer = oscarkv.load_model("smollm2")
     text = (TEXTS / "alice.txt").read_text(encoding="utf-8")
     sizes = {"tokens": options.calibrate, "length": min(2048, options.calibrate)}
-    artifact = calibrate(model, tokenizer, [text], recipe="balanced", **sizes)
+    artifact = calibrate(model, tokenizer, [text], recipe="balanced", general=False, **sizes)
     if options.recent is not None:
         recipe = artifact.recipe.replace(recent=options.recent)
         artifact = dataclasses.replace(artifact, recipe=recipe)

@@ -152,3 +152,24 @@ def test_bad_activations_name_the_layer(name: str, bad: float) -> None:
     getattr(call, name[0])[1, 5, 2] = bad
     with pytest.raises(CalibrationError, match=f"layer 7: NaN or infinite {name}"):
         observed([call])
+
+
+def test_blended_parts_count_alike() -> None:
+    """However many tokens a part has, and however sharply its queries read."""
+    short, long = observed([random_call(1)]), observed([random_call(s) for s in (2, 3, 4)])
+    blended = LayerStatistics.blend([short, long])
+    for name in ("queries", "keys", "read_queries", "read_keys", "read_values"):
+        one, other, both = (getattr(s, name) for s in (short, long, blended))
+        torch.testing.assert_close(both.mean, (one.mean + other.mean) / 2)
+        expected = (one.second_moment + other.second_moment) / 2
+        torch.testing.assert_close(both.second_moment, expected)
+    assert blended.tokens == short.tokens + long.tokens
+    assert (blended.layer, blended.sink, blended.recent) == (7, 3, 5)
+
+
+def test_a_part_in_which_nothing_is_read_does_not_count() -> None:
+    full, brief = observed([random_call(1)]), observed([random_call(2, length=6)])
+    assert not brief.read_keys.weight.any()
+    blended = LayerStatistics.blend([full, brief])
+    torch.testing.assert_close(blended.read_keys.second_moment, full.read_keys.second_moment)
+    assert not torch.allclose(blended.keys.second_moment, full.keys.second_moment)

@@ -22,6 +22,7 @@ def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
         recipes=["balanced", "paper"],
         tokens=6144,
         length=2048,
+        general=False,
     )
     measured = measure_fidelity(
         model,

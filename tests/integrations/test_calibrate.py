@@ -9,9 +9,15 @@ from integrations import tiny
 
 from oscarkv import Artifact, OscarCache, Recipe
 from oscarkv.calibration import statistics
+from oscarkv.calibration.general import general_texts
 from oscarkv.errors import CalibrationError, UnsupportedModelError
 from oscarkv.integrations.transformers.calibrate import calibrate, calibrate_many
-from oscarkv.integrations.transformers.text import cut_sequences
+from oscarkv.integrations.transformers.text import (
+    cut_sequences,
+    echoes,
+    general_sequences,
+    text_sha256,
+)
 
 BALANCED = Recipe.named("balanced", **tiny.SMALL)
 
@@ -245,3 +251,43 @@ def test_sequences_are_cut_within_documents() -> None:
     decoded = [tokenizer.decode(sequence[0]) for sequence in sequences]
     assert decoded == ["ab" * 10, "ab" * 10, "ab" * 5, "c" * 20, "c" * 10]
     assert [len(x[0]) for x in cut_sequences(["ab" * 25], tokenizer, 20)] == [20, 20]
+
+
+def test_general_text_counts_beside_the_given() -> None:
+    model = tiny.model()
+    blended, alone = run(model, [tiny.text()]), run(model, [tiny.text()], general=False)
+    assert not same(blended, alone)
+    assert blended.calibration["general_sha256"] == text_sha256(general_texts())
+    assert "general_sha256" not in alone.calibration
+    assert blended.calibration["tokens"] == alone.calibration["tokens"]
+
+
+def test_published_recipes_see_the_given_text_alone() -> None:
+    model, paper = tiny.model(), Recipe.named("paper-softmax", group_size=None, **tiny.SMALL)
+    recipes = [BALANCED, paper]
+    knobs: dict[str, Any] = {"tokens": 400, "length": 96, "target_length": 512}
+    beside = calibrate_many(model, tiny.tokenizer(), [tiny.text()], recipes=recipes, **knobs)[1]
+    assert same(beside, run(model, [tiny.text()], recipe=paper, general=False))
+    assert "general_sha256" not in beside.calibration
+
+
+def test_general_text_makes_calibration_texts_alike() -> None:
+    """Means of keys, fitted to two texts, lie closer together with it."""
+    model, texts = tiny.model(), [tiny.text(seed=1), "0123456789" * 150]
+
+    def distance(**options: Any) -> float:
+        one, other = (run(model, [text], **options).layers for text in texts)
+        return sum(float((one[i].key_mean - other[i].key_mean).norm()) for i in one)
+
+    assert distance() < 0.5 * distance(general=False)
+
+
+def test_general_text_is_bounded_and_echoes_repeat() -> None:
+    tokenizer, texts = tiny.tokenizer(), general_texts()
+    assert len(texts) == 3
+    assert all(len(text) > 15000 for text in texts)
+    few = general_sequences(texts, tokenizer, 1000, 100, 50)
+    assert 900 < sum(sequence.shape[1] for sequence in few) <= 1000
+    for sequence in echoes(texts, tokenizer, 101):
+        assert sequence.shape == (1, 100)
+        assert torch.equal(sequence[:, :50], sequence[:, 50:])

@@ -155,7 +155,7 @@ def model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.floa
 
 def quick_calibrate(made: Any, recipe: Recipe | None = None, **options: Any) -> Artifact:
     recipe = recipe or Recipe.named("balanced", **SMALL)
-    knobs: dict[str, Any] = {"tokens": 400, "length": 96, "target_length": 512}
+    knobs: dict[str, Any] = {"tokens": 400, "length": 96, "target_length": 512, "general": False}
     return calibrate(made, tokenizer(), [text()], recipe=recipe, **(knobs | options))
 
 

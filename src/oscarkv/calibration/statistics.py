@@ -10,7 +10,7 @@ Two kinds are kept, because recipes differ in what they look at:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,17 @@ from oscarkv.errors import CalibrationError
 
 #: Queries of a sequence whose pairs are weighed; the others tell nothing new and cost time.
 PAIR_QUERIES = 1024
+#: Names of the moments that a layer's statistics hold.
+MOMENTS = (
+    "queries",
+    "keys",
+    "values",
+    "outputs",
+    "scored_values",
+    "read_queries",
+    "read_keys",
+    "read_values",
+)
 #: Query rows (heads x positions) whose attention is held at a time.
 ROW_BLOCK = 2048
 
@@ -78,6 +89,16 @@ class Moments:
         self.first[head] += weighted.sum(0)
         self.weight[head] += rows.shape[0] if weights is None else weights.double().sum()
 
+    @classmethod
+    def blend(cls, parts: Sequence[Moments]) -> Moments:
+        """All parts with the same weight, but for those of a head that saw nothing."""
+        seen = torch.stack([part.weight > 0 for part in parts]).double()
+        second = torch.stack([part.second_moment for part in parts])
+        first = torch.stack([part.mean for part in parts])
+        return cls(
+            (seen[..., None, None] * second).sum(0), (seen[..., None] * first).sum(0), seen.sum(0)
+        )
+
     @property
     def second_moment(self) -> Tensor:
         return self.second / self.weight.clamp_min(1e-300)[:, None, None]
@@ -123,6 +144,16 @@ class LayerStatistics:
         statistics._allocate(heads, dim, device)
         return statistics
 
+    @classmethod
+    def blend(cls, parts: Sequence[LayerStatistics]) -> LayerStatistics:
+        """As if each part had as many tokens, and as much to be read in it, as every other."""
+        one = parts[0]
+        blended = cls(one.layer, one.sink, one.recent, one.pairs)
+        for name in MOMENTS:
+            setattr(blended, name, Moments.blend([getattr(part, name) for part in parts]))
+        blended.tokens, blended.started = sum(part.tokens for part in parts), True
+        return blended
+
     def observe(self, call: AttentionCall, generator: torch.Generator) -> None:
         """First pass: add one sequence."""
         self._check(call)
@@ -154,16 +185,7 @@ class LayerStatistics:
             self.scored_values.add(head, call.v[head], scores)
 
     def _allocate(self, heads: int, dim: int, device: torch.device) -> None:
-        for name in (
-            "queries",
-            "keys",
-            "values",
-            "outputs",
-            "scored_values",
-            "read_queries",
-            "read_keys",
-            "read_values",
-        ):
+        for name in MOMENTS:
             setattr(self, name, Moments.zeros(heads, dim, device))
         self.started = True
 

@@ -44,6 +44,9 @@ def calibrate(
             show_default="the model's context, at most 32768",
         ),
     ] = None,
+    general: Annotated[
+        bool, typer.Option(help="Let the bundled general text count as much as yours.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Chooses the queries that are looked at.")] = 0,
     quantize_sliding: Annotated[
         bool, typer.Option("--quantize-sliding", help="Quantise sliding-window layers too.")
@@ -84,6 +87,7 @@ def calibrate(
             length=length,
             target_length=target_length,
             seed=seed,
+            general=general,
             quantize_sliding=quantize_sliding,
             skip_layers=skipped,
             skip_unsupported=skip_unsupported,

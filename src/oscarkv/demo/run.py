@@ -110,6 +110,7 @@ def calibrate(model: Any, tokenizer: Any, plan: Plan, progress: Progress) -> dic
         recipes=RECIPES,
         tokens=plan.tokens,
         length=plan.length,
+        general=False,  # twice the tokens would be twice the wait
         progress=progress,
     )
     return dict(zip(RECIPES, artifacts, strict=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oscarkv.artifact import Artifact, load_artifact, save_artifact
+from oscarkv.calibration.general import general_texts
 from oscarkv.errors import ArtifactError, OscarError
 from oscarkv.evaluation.fidelity import Progress
 from oscarkv.evaluation.subjects import Packed, Simulated, Subject, simulate_method
@@ -33,6 +34,7 @@ def fit_artifacts(
     *,
     tokens: int = DEFAULT_TOKENS,
     length: int | None = None,
+    general: bool = True,
     keep: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Artifact]:
@@ -41,7 +43,8 @@ def fit_artifacts(
     found: dict[str, Artifact] = {}
     paths: dict[str, Path] = {}
     for name, recipe in recipes.items():
-        asked = [recipe.to_json(), text_sha256(texts), tokens, length, identity.fingerprint]
+        seen = text_sha256([*texts, *(general_texts() if general else ())])
+        asked = [recipe.to_json(), seen, tokens, length, identity.fingerprint]
         if keep is not None:
             digest = hashlib.sha256("\n".join(map(str, asked)).encode()).hexdigest()[:12]
             paths[name] = keep / f"{_slug(name)}-{digest}.safetensors"
@@ -56,6 +59,7 @@ def fit_artifacts(
             recipes=list(missing.values()),
             tokens=tokens,
             length=length,
+            general=general,
             progress=progress,
         )
         if missing

@@ -12,18 +12,26 @@ from torch import Tensor, nn
 from oscarkv.artifact import Artifact, LayerTransforms
 from oscarkv.artifact.files import library_version
 from oscarkv.calibration.fit import LayerCheck, fit_layer, observe_checks
+from oscarkv.calibration.general import general_texts
 from oscarkv.calibration.statistics import AttentionCall, LayerStatistics
 from oscarkv.errors import CalibrationError, UnsupportedModelError
 from oscarkv.integrations.transformers.attach import values_are_folded
 from oscarkv.integrations.transformers.attention import attention_implementation, observing
 from oscarkv.integrations.transformers.geometry import ModelGeometry, describe, rope_turns
-from oscarkv.integrations.transformers.text import calibration_sequences, text_sha256
+from oscarkv.integrations.transformers.text import (
+    calibration_sequences,
+    echoes,
+    general_sequences,
+    text_sha256,
+)
 from oscarkv.methods import needs
 from oscarkv.recipe import Recipe
 
 logger = logging.getLogger("oscarkv")
 
 DEFAULT_TOKENS = 30000
+#: At most about this many tokens of general text, and at most this many times those given.
+GENERAL_TOKENS, GENERAL_RATIO = 24576, 4
 DEFAULT_LENGTH = 4096
 #: Statistics are averaged over positions up to this, where the model reaches it.
 DEFAULT_TARGET_LENGTH = 32768
@@ -45,6 +53,7 @@ def calibrate(
     length: int | None = None,
     target_length: int | None = None,
     seed: int = 0,
+    general: bool = True,
     quantize_sliding: bool = False,
     skip_layers: Sequence[int] = (),
     skip_unsupported: bool = False,
@@ -56,7 +65,9 @@ def calibrate(
         artifact = oscarkv.calibrate(model, tokenizer, [open("book.txt").read()])
         oscarkv.save_artifact(artifact, "smollm2.safetensors")
 
-    `length` defaults to min(context, 4096), `target_length` to min(context, 32768).
+    `length` defaults to min(context, 4096), `target_length` to min(context, 32768). With `general`
+    the bundled text counts as much as the given (see `oscarkv.calibration.general`), in recipes
+    that weigh what is read; those of the published method see the given text alone.
     Deterministic for a seed on one machine. Nothing of the text is kept but statistics.
     """
     artifacts = calibrate_many(
@@ -68,6 +79,7 @@ def calibrate(
         length=length,
         target_length=target_length,
         seed=seed,
+        general=general,
         quantize_sliding=quantize_sliding,
         skip_layers=skip_layers,
         skip_unsupported=skip_unsupported,
@@ -86,6 +98,7 @@ def calibrate_many(
     length: int | None = None,
     target_length: int | None = None,
     seed: int = 0,
+    general: bool = True,
     quantize_sliding: bool = False,
     skip_layers: Sequence[int] = (),
     skip_unsupported: bool = False,
@@ -118,8 +131,19 @@ def calibrate_many(
     for (sink, recent), indices in by_windows.items():
         shortest = min(length, sink + recent + 64)
         sequences = calibration_sequences(texts, tokenizer, tokens, length, shortest)
-        run = _Run(model, geometry, layers, sequences, seed, progress, length, target_length)
         group = [named[index] for index in indices]
+        blended: list[list[Tensor]] = []
+        if general and any(_blends(recipe) for recipe in group):
+            bundled = general_texts()
+            given = sum(sequence.shape[1] for sequence in sequences)
+            most = min(GENERAL_TOKENS, GENERAL_RATIO * given)
+            blended = [
+                general_sequences(bundled, tokenizer, most, length, shortest),
+                echoes(bundled, tokenizer, length),
+            ]
+        run = _Run(
+            model, geometry, layers, sequences, blended, seed, progress, length, target_length
+        )
         for index, transforms in zip(indices, run.fit(group, sink, recent), strict=True):
             facts = {
                 "text_sha256": text_sha256(texts),
@@ -130,10 +154,18 @@ def calibrate_many(
                 "seed": seed,
                 "skipped_layers": sorted(set(range(geometry.identity.layers)) - set(layers)),
             }
+            if blended and _blends(named[index]):
+                facts["general_sha256"] = text_sha256(general_texts())
             found[index] = Artifact(
                 geometry.identity, named[index], transforms, facts, library_version()
             )
     return [found[index] for index in range(len(named))]
+
+
+def _blends(recipe: Recipe) -> bool:
+    """Whether general text is part of its statistics: where reads are weighed, one kind of text
+    tells too little. The published recipes are kept as published."""
+    return "pairs" in needs(recipe)
 
 
 def data_free(geometry: ModelGeometry, layers: Sequence[int], recipe: Recipe) -> Artifact:
@@ -214,6 +246,7 @@ class _Run:
         geometry: ModelGeometry,
         layers: Sequence[int],
         sequences: list[Tensor],
+        blended: Sequence[list[Tensor]],
         seed: int,
         progress: Progress | None,
         length: int,
@@ -224,6 +257,7 @@ class _Run:
         held = max(1, len(sequences) // 8) if len(sequences) > 1 else 0
         self.training = sequences[: len(sequences) - held]
         self.held_back = sequences[len(sequences) - held :] or sequences
+        self.blended = blended
         self.length, self.target_length = length, target_length
         self.done = self.total = 0
 
@@ -231,40 +265,47 @@ class _Run:
         self, recipes: Sequence[Recipe], sink: int, recent: int
     ) -> list[dict[int, LayerTransforms]]:
         wanted = frozenset().union(*(needs(recipe) for recipe in recipes))
-        passes = [self.training, self.held_back]
+        passes = [self.training, *self.blended, self.held_back]
         if "scores" in wanted:
             passes.insert(1, self.training)
         self.total = sum(s.shape[1] for sequences in passes for s in sequences)
 
-        statistics = {
-            layer: LayerStatistics(layer, sink, recent, "pairs" in wanted) for layer in self.layers
-        }
         generator = torch.Generator().manual_seed(self.seed)
-        self._pass(
-            self.training, "statistics", lambda i, call: statistics[i].observe(call, generator)
-        )
+
+        def gather(sequences: Sequence[Tensor], what: str) -> dict[int, LayerStatistics]:
+            found = {
+                layer: LayerStatistics(layer, sink, recent, "pairs" in wanted)
+                for layer in self.layers
+            }
+            self._pass(sequences, what, lambda i, call: found[i].observe(call, generator))
+            return found
+
+        own = gather(self.training, "statistics")
         if "scores" in wanted:
-            self._pass(
-                self.training, "score weights", lambda i, call: statistics[i].observe_scores(call)
-            )
+            self._pass(self.training, "score weights", lambda i, call: own[i].observe_scores(call))
+        parts = [own, *(gather(sequences, "general text") for sequences in self.blended)]
+        blended = own
+        if self.blended:
+            blended = {i: LayerStatistics.blend([part[i] for part in parts]) for i in self.layers}
+        statistics = [blended if _blends(recipe) else own for recipe in recipes]
         turns = {layer: self._turns(layer) for layer in self.layers}
         fitted = [
-            {layer: fit_layer(statistics[layer], recipe, turns[layer]) for layer in self.layers}
-            for recipe in recipes
+            {layer: fit_layer(found[layer], recipe, turns[layer]) for layer in self.layers}
+            for recipe, found in zip(recipes, statistics, strict=True)
         ]
         checks = [
             {
                 layer: LayerCheck(
                     t,
-                    statistics[layer],
+                    found[layer],
                     recipe,
-                    fit_layer(statistics[layer], recipe.replace(refine_keys=False), turns[layer])
+                    fit_layer(found[layer], recipe.replace(refine_keys=False), turns[layer])
                     if recipe.refined
                     else None,
                 )
                 for layer, t in transforms.items()
             }
-            for recipe, transforms in zip(recipes, fitted, strict=True)
+            for recipe, found, transforms in zip(recipes, statistics, fitted, strict=True)
         ]
 
         self._pass(

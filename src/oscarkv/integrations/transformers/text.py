@@ -79,7 +79,31 @@ def calibration_sequences(
             f"add about {round((least - found) * per_token / 1000) + 1} KB of text, or use a "
             "shorter --length"
         )
-    if len(available) <= wanted:
-        return available
-    picks = torch.linspace(0, len(available) - 1, wanted).round().long().tolist()
-    return [available[i] for i in picks]
+    return _evenly(available, wanted)
+
+
+def general_sequences(
+    texts: Sequence[str], tokenizer: Any, tokens: int, length: int, shortest: int
+) -> list[Tensor]:
+    """The bundled documents cut to sequences, at most about `tokens` tokens."""
+    available = cut_sequences(texts, tokenizer, length, shortest=shortest)
+    return _evenly(available, max(len(texts), tokens // length))
+
+
+def echoes(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
+    """A sequence [1, length] for each text: its beginning, twice."""
+    prefix = bos_prefix(tokenizer)
+    half = (length - len(prefix)) // 2
+    beginnings = [
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:half]
+        for text in texts
+    ]
+    return [torch.tensor([prefix + ids + ids]) for ids in beginnings]
+
+
+def _evenly(sequences: list[Tensor], wanted: int) -> list[Tensor]:
+    """So many of them, spread over all."""
+    if len(sequences) <= wanted:
+        return sequences
+    picks = torch.linspace(0, len(sequences) - 1, wanted).round().long().tolist()
+    return [sequences[i] for i in picks]
