@@ -148,7 +148,7 @@ def _commands(result: DemoResult) -> str:
         "oscarkv demo\n\n"
         "# or step by step, on texts of your own\n"
         f"oscarkv calibrate smollm2 --text train.txt --tokens {plan.tokens} "
-        f"--length {plan.length} -o smollm2.safetensors\n"
+        f"--length {plan.length} --no-general -o smollm2.safetensors\n"
         "oscarkv inspect smollm2.safetensors\n"
         "oscarkv eval fidelity smollm2 --text eval.txt --artifact smollm2.safetensors "
         f"--length {plan.length} --windows {plan.windows}\n"
