@@ -43,8 +43,8 @@ SECTIONS = {
     ),
     "robustness": (
         "Calibration text",
-        "`balanced`, fitted to other text and to less of it; measured on the same windows. *Alone*: "
-        "without the general text.",
+        "`balanced`, fitted to other text and to less of it; measured on the same windows. "
+        "*Alone*: without the general text.",
     ),
     "tuned": (
         "Bits by layer",
