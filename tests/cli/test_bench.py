@@ -61,6 +61,22 @@ def test_options(run: Run, tmp_path: Path) -> None:
     assert record["command"] == f"oscarkv bench kernels {words} --json {out}"
 
 
+def test_another_recipe(run: Run, tmp_path: Path, refuses: Callable[..., str]) -> None:
+    """Its rows are shorter, and the record says whose they are."""
+    sizes = {}
+    for recipe in ("balanced", "compact"):
+        out = tmp_path / f"{recipe}.json"
+        options = ("--only", "decode", "--no-dense", "--recipe", recipe, "--json", out)
+        result = run("bench", "kernels", *options)
+        assert result.exit_code == 0, result.output
+        record = json.loads(out.read_text())
+        sizes[recipe] = record["cases"][0]["bytes"]
+        assert ("compact" in record["cases"][0]["name"]) == (recipe == "compact")
+        assert ("--recipe compact" in record["command"]) == (recipe == "compact")
+    assert sizes["compact"] < 0.95 * sizes["balanced"]
+    assert "packs nothing" in refuses("bench", "kernels", "--recipe", "bf16")
+
+
 def test_refusals(refuses: Callable[..., str], tmp_path: Path) -> None:
     assert "no case has 'nothing'" in refuses("bench", "kernels", "--only", "nothing")
     assert "unknown backend 'abacus'" in refuses("bench", "kernels", "--backend", "abacus")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from oscarkv.cache.paged import ROLLBACK_TOKENS
 from oscarkv.codec import PageLayout
 from oscarkv.recipe import Recipe
 
-#: The recipe that is timed; other recipes of 2 bits and whole-head groups cost the same.
+#: The recipe that is timed unless another is named; the windows are those of every recipe's preset.
 RECIPE = Recipe()
 PAGE_SIZE = 64
 #: Of queries, keys, values and windows.
@@ -33,6 +33,7 @@ class Case:
     note: str = ""
     quick: bool = False
     dense: str = ""  # why there is no BF16 kernel to compare with; empty: there is
+    recipe: Recipe = RECIPE
 
     @property
     def name(self) -> str:
@@ -46,7 +47,8 @@ class Case:
             what = f"{len(self.lengths)}x{self.new}"
         else:
             what = f"{self.new} over {self.lengths[0] - self.new}"
-        return ", ".join(filter(None, (f"{self.kind} {shape} {what}", self.note)))
+        recipe = self.recipe.name if self.recipe != RECIPE else ""
+        return ", ".join(filter(None, (f"{self.kind} {shape} {what}", self.note, recipe)))
 
     @property
     def query_heads(self) -> int:
@@ -67,7 +69,7 @@ class Case:
 
     @cached_property
     def layout(self) -> PageLayout:
-        return PageLayout.of(RECIPE, self.head_dim, self.page_size)
+        return PageLayout.of(self.recipe, self.head_dim, self.page_size)
 
     # -- what must move ----------------------------------------------------------------------
 
@@ -99,11 +101,11 @@ class Case:
         for length in self.lengths:
             first = length - self.new  # position of the oldest query
             last = first if self.kind == "prefill" else length  # stored keys lie below
-            oldest_recent = max(0, first - RECIPE.recent + 1)
+            oldest_recent = max(0, first - self.recipe.recent + 1)
             # The newest query reads packed what lies up to `recent` before it.
-            newest_packed = min(length - 1 - RECIPE.recent, last - 1)
-            packed += max(0, newest_packed + 1 - RECIPE.sink)
-            sink = min(RECIPE.sink, last)
+            newest_packed = min(length - 1 - self.recipe.recent, last - 1)
+            packed += max(0, newest_packed + 1 - self.recipe.sink)
+            sink = min(self.recipe.sink, last)
             exact += sink + max(0, last - max(sink, oldest_recent))
         moved = packed * self.packed_bytes_per_token + exact * self.exact_bytes_per_token
         return moved + query_bytes + (chunk_bytes if self.kind == "prefill" else 0)
@@ -113,7 +115,7 @@ class Case:
         """New tokens of a sequence that get an exact copy: what a later step reads so."""
         if self.new <= ROLLBACK_TOKENS:
             return self.new
-        return min(self.new, RECIPE.sink + RECIPE.recent)
+        return min(self.new, self.recipe.sink + self.recipe.recent)
 
     @property
     def touched_bytes(self) -> int:
@@ -142,7 +144,7 @@ class Case:
             lengths = (new,)
         capped = (min(a, b) for a, b in zip(self.lengths, lengths, strict=False))
         kept = tuple(max(length, new) for length in capped)
-        return Case(self.kind, self.shape, kept, new, self.page_size, self.folded)
+        return replace(self, lengths=kept, new=new, note="", quick=False, dense="")
 
 
 LLAMA: Shape = (32, 8, 128)

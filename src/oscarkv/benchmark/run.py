@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from oscarkv.benchmark import accuracy, machine
 from oscarkv.benchmark.baseline import measure_bandwidth, release, time_baselines
-from oscarkv.benchmark.cases import Case, cpu_cases, gpu_cases
+from oscarkv.benchmark.cases import RECIPE, Case, cpu_cases, gpu_cases
 from oscarkv.benchmark.report import CaseResult, Record
 from oscarkv.benchmark.synthetic import make_step
 from oscarkv.benchmark.timing import Call, Timing, host_seconds, measure, sets_needed
 from oscarkv.errors import OscarError
 from oscarkv.kernels import AttentionBackend, backend_statuses
+from oscarkv.recipe import Recipe
 
 Progress = Callable[[int, int, str], None]
 
@@ -29,9 +30,12 @@ def bench_device() -> torch.device:
     return torch.device("cpu")
 
 
-def choose_cases(device: torch.device, *, quick: bool = False, only: str = "") -> list[Case]:
+def choose_cases(
+    device: torch.device, *, quick: bool = False, only: str = "", recipe: Recipe = RECIPE
+) -> list[Case]:
     """The cases for a device; `only` is a part of their names."""
-    cases = cpu_cases() if device.type == "cpu" else gpu_cases()
+    listed = cpu_cases() if device.type == "cpu" else gpu_cases()
+    cases = [replace(case, recipe=recipe) for case in listed]
     if quick and device.type != "cpu":
         cases = [case for case in cases if case.quick]
     chosen = [case for case in cases if only in case.name]

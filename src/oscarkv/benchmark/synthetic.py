@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscarkv.benchmark.cases import RECIPE, Case
+from oscarkv.benchmark.cases import Case
 from oscarkv.cache.paged import ROLLBACK_TOKENS
 from oscarkv.codec import RowCodec
 from oscarkv.codec.layout import PAGE_QUANTUM
@@ -73,7 +73,9 @@ def make_step(
     positions = lengths[:, None] - case.new + torch.arange(case.new, device=device)  # [B, new]
     in_windows = positions.new_ones(positions.shape, dtype=torch.bool)
     if case.new > ROLLBACK_TOKENS:  # of a long chunk, only what later steps will read
-        in_windows = (positions < RECIPE.sink) | (positions >= lengths[:, None] - RECIPE.recent)
+        in_windows = (positions < case.recipe.sink) | (
+            positions >= lengths[:, None] - case.recipe.recent
+        )
     window_slots = _slots(window_table, positions, PAGE_QUANTUM)
     pages = int(history_table.max()) + 1, int(window_table.max()) + 1
 
@@ -111,10 +113,10 @@ def _window_columns(case: Case, lengths: Tensor) -> Tensor:
     """Window pages that this step reads or writes."""
     used = _columns(lengths, PAGE_QUANTUM)
     first = torch.arange(used.shape[1], device=lengths.device) * PAGE_QUANTUM  # position
-    sink = first < RECIPE.sink
+    sink = first < case.recipe.sink
     begin = lengths[:, None] - case.new  # the oldest query
-    before = (first + PAGE_QUANTUM > begin - RECIPE.recent + 1) & (first <= begin)
-    last = first + PAGE_QUANTUM > lengths[:, None] - RECIPE.recent
+    before = (first + PAGE_QUANTUM > begin - case.recipe.recent + 1) & (first <= begin)
+    last = first + PAGE_QUANTUM > lengths[:, None] - case.recipe.recent
     return used & (sink | before | last)
 
 
@@ -149,10 +151,10 @@ def _layer(case: Case, pages: tuple[int, int], rng: torch.Generator) -> LayerCac
         window=_normal((window_pages, heads, 2, PAGE_QUANTUM, dim), torch.bfloat16, rng),
         transforms=_transforms(case, rng),
         layout=layout,
-        key_codec=RowCodec.for_keys(RECIPE, dim),
-        value_codec=RowCodec.for_values(RECIPE, dim),
-        sink=RECIPE.sink,
-        recent=RECIPE.recent,
+        key_codec=RowCodec.for_keys(case.recipe, dim),
+        value_codec=RowCodec.for_values(case.recipe, dim),
+        sink=case.recipe.sink,
+        recent=case.recipe.recent,
         scale=dim**-0.5,
     )
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from oscarkv.cli import options, serving
 from oscarkv.cli.console import errors, results, warn
+from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,7 @@ def kernels(
     dense: Annotated[
         bool, typer.Option("--dense/--no-dense", help="Time BF16 attention too, and compare.")
     ] = True,
+    recipe: Annotated[str, typer.Option(help="Whose packed format is timed.")] = "balanced",
 ) -> None:
     """Time write, decode and prefill of one layer, over batch, context and geometry.
 
@@ -59,12 +61,15 @@ def kernels(
     """
     if json_file is not None:
         options.require_writable(json_file)
+    timed = options.parse_recipe(recipe)
+    if timed.exact:
+        raise OscarError(f"recipe {recipe!r} packs nothing; --recipe balanced or compact, say")
 
     from oscarkv.benchmark import report
     from oscarkv.benchmark.run import bench_device, bench_kernels, choose_cases
 
     device = bench_device()
-    cases = choose_cases(device, quick=quick, only=only)
+    cases = choose_cases(device, quick=quick, only=only, recipe=timed)
     chosen = start_backend(backend, device)
     if device.type == "cpu":
         warn(
@@ -77,7 +82,7 @@ def kernels(
         device,
         dense=dense,
         quick=quick,
-        command=_command(json_file, backend, quick, only, dense),
+        command=_command(json_file, backend, quick, only, dense, recipe),
         progress=_print_progress,
     )
     if json_file is not None:
@@ -106,12 +111,15 @@ def _print_progress(done: int, total: int, what: str) -> None:
     errors.print(f"{done}/{total} {what}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _command(json_file: Path | None, backend: str, quick: bool, only: str, dense: bool) -> str:
+def _command(
+    json_file: Path | None, backend: str, quick: bool, only: str, dense: bool, recipe: str
+) -> str:
     """The command as it would be typed again."""
     words = ["oscarkv", "bench", "kernels"]
     words += [] if backend == "auto" else ["--backend", backend]
     words += ["--quick"] if quick else []
     words += ["--only", only] if only else []
     words += [] if dense else ["--no-dense"]
+    words += [] if recipe == "balanced" else ["--recipe", recipe]
     words += ["--json", str(json_file)] if json_file is not None else []
     return shlex.join(words)
