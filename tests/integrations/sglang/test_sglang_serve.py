@@ -17,7 +17,7 @@ from sglang_servers import Server
 pytestmark = pytest.mark.slow
 GREEDY = {"model": "tiny", "temperature": 0}
 EXTRA = {"ignore_eos": True, "return_token_ids": True}
-CLIENTS, REQUESTS = 32, 100
+CLIENTS, REQUESTS = 32, 500
 
 
 @pytest.fixture(scope="module")
