@@ -80,11 +80,14 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], new: int, name: str | None = None) -> str:
+    def submit(
+        self, tokens: list[int], new: int, name: str | None = None, stop: int | None = None
+    ) -> str:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True)
+        ends = {"ignore_eos": True} if stop is None else {"stop_token_ids": [stop]}
+        sampling = SamplingParams(temperature=0, max_new_tokens=new, **ends)
         sampling.normalize(None)
         self._made += 1
         name = name or f"request-{self._made}"
