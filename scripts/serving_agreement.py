@@ -3,13 +3,14 @@
     python scripts/serving_agreement.py --json docs/results/vllm-agreement-smollm2.json
     python scripts/serving_agreement.py --engine sglang ...
     python scripts/serving_agreement.py --control ...    # OscarCache against itself, weights nudged
+    python scripts/serving_agreement.py --compare A.json B.json    # the answers of two records
 
 The control says how much of a difference rounding alone makes: a 2-bit code that lies on the border
 of two is tipped by the last bit of an activation.
 
 Strict mode on both sides, float32, a recent window far shorter than the prompts. Where tokens part,
 the record says how far the two best were apart. Needs the engine: .venv-vllm/bin/python or
-.venv-sglang/bin/python.
+.venv-sglang/bin/python; only --compare needs neither engine nor model.
 """
 
 from __future__ import annotations
@@ -162,6 +163,30 @@ def compare(mine: Steps, theirs: Steps) -> dict[str, Any]:
     }
 
 
+def compare_records(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """A line a prompt: how many tokens two engines' answers share. Where they part and one of them
+    goes on as `OscarCache` does, how far the two best of that were apart."""
+
+    def shape(record: dict[str, Any]) -> Any:
+        lengths = [entry["tokens"] for entry in record["prompts"]]
+        return lengths, record["recipe"], record["new_tokens"]
+
+    if shape(mine) != shape(theirs):
+        raise SystemExit("these records differ in their prompts, windows or new tokens")
+    lines, new, whole = [], mine["new_tokens"], 0
+    for one, other in zip(mine["prompts"], theirs["prompts"], strict=True):
+        pairs = zip(one["answer"], other["answer"], strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), new)
+        whole += same == new
+        line = f"{one['tokens']} tokens: {same} of {new} the same"
+        if same < new:
+            parted = [e for e in (one, other) if e["same_tokens"] == same]
+            margin = f"{parted[0]['margin_where_they_part']:.3g} nats" if parted else "unknown"
+            line += f", margin where they part: {margin}"
+        lines.append(line)
+    return [*lines, f"all tokens the same: {whole} of {len(lines)}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=20)
@@ -173,7 +198,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--control", action="store_true", help="instead of an engine; see above")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="RECORD", help="and nothing else")
     options = parser.parse_args()
+    if options.compare:
+        print("\n".join(compare_records(*(json.loads(x.read_text()) for x in options.compare))))
+        return
 
     model, tokenizer = oscarkv.load_model("smollm2")
     text = (TEXTS / "alice.txt").read_text(encoding="utf-8")

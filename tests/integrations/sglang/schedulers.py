@@ -76,14 +76,18 @@ class Engine:
             raise
         self._made = 0
         self.finished: dict[str, Any] = {}
+        self.overlapped = 0  # steps that began before the one before was looked at
 
     # -- requests ------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], new: int, name: str | None = None) -> str:
+    def submit(
+        self, tokens: list[int], new: int, name: str | None = None, stop: int | None = None
+    ) -> str:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True)
+        ends = {"ignore_eos": True} if stop is None else {"stop_token_ids": [stop]}
+        sampling = SamplingParams(temperature=0, max_new_tokens=new, **ends)
         sampling.normalize(None)
         self._made += 1
         name = name or f"request-{self._made}"
@@ -113,7 +117,7 @@ class Engine:
         self.scheduler.process_input_requests([AbortReq(rid=name)])
 
     def step(self) -> bool:
-        """One step; whether there was anything to do."""
+        """One step, as SGLang's event loops make it; whether there was anything to do."""
         import torch
 
         scheduler = self.scheduler
@@ -123,17 +127,39 @@ class Engine:
             )
             scheduler.running_batch = plan.running_batch
             batch = plan.batch_to_run
-            if batch:
-                result = scheduler.run_batch(batch)
-                requests = list(batch.reqs)
-                scheduler.process_batch_result(batch, result)
-                self.finished |= {r.rid: r for r in requests if r.finished()}
-            else:
+            busy = self._overlapped(batch) if scheduler.enable_overlap else self._one(batch)
+            if not busy:
                 scheduler.on_idle()
             scheduler.last_batch = batch
-            if batch:
+            if busy:
                 scheduler.invariant_checker.self_check_during_busy()
+        return busy
+
+    def _one(self, batch: Any) -> bool:
+        if batch:
+            self._process(batch, self.scheduler.run_batch(batch))
         return bool(batch)
+
+    def _overlapped(self, batch: Any) -> bool:
+        """Tokens of a step are looked at when the next one has been started: a request that is at
+        its end, or gone, may be in that one still."""
+        scheduler = self.scheduler
+        scheduler.enable_skip_finishing_decode = True
+        queue, before = scheduler.result_queue, len(scheduler.result_queue)
+        if batch:
+            result = scheduler.run_batch(batch)
+            queue.append((batch.copy(), result))
+        if before:
+            self._process(*queue.popleft())
+        if batch:
+            scheduler.launch_batch_sample_if_needed(result, batch)
+        self.overlapped += bool(batch and before)
+        return bool(batch or before)
+
+    def _process(self, batch: Any, result: Any) -> None:
+        requests = list(batch.reqs)
+        self.scheduler.process_batch_result(batch, result)
+        self.finished |= {r.rid: r for r in requests if r.finished()}
 
     def drain(self) -> None:
         while self.step():

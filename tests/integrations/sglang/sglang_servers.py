@@ -12,7 +12,7 @@ from server_processes import TEMPLATE, ServerProcess
 #: Whatever SGLang needs on a CPU.
 ON_CPU = (
     *("--device", "cpu", "--dtype", "float32", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
+    *("--grammar-backend", "none", "--disable-cuda-graph"),
     *("--skip-server-warmup", "--log-level", "warning"),
 )
 
@@ -38,6 +38,9 @@ class Server(ServerProcess):
     def state(self) -> dict[str, Any]:
         """Of the first scheduler."""
         return json.loads(self.get("/get_load"))[0]
+
+    def arguments(self) -> dict[str, Any]:
+        return json.loads(self.get("/server_info"))
 
     def metric(self, name: str) -> float:
         lines = [x for x in self.get("/metrics").splitlines() if x.startswith(f"sglang:{name}{{")]

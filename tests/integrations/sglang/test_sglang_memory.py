@@ -36,17 +36,28 @@ def require_clean(started):
     assert list(reversed(allocator._free)) == allocator.free_pages.tolist()
 
 
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "plain"])
-def test_retraction_changes_nothing(tiny_model, monkeypatch, radix):
-    """SGLang is made to retract every few steps."""
+OVERLAPPED = {"disable_overlap_schedule": False}
+
+
+def retract_every(steps, monkeypatch):
+    """SGLang does so of itself when it is tested."""
     from sglang.srt.managers import scheduler
 
+    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", steps)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"disable_radix_cache": True}, OVERLAPPED],
+    ids=["radix", "plain", "overlapped"],
+)
+def test_retraction_changes_nothing(tiny_model, monkeypatch, knobs):
     asked = prompts(*[30 + 70 * i for i in range(8)], seed=2)
     with engine(tiny_model, STRICT) as undisturbed:
         expected = undisturbed.generate(asked, 60)
-    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
-    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 12)
-    with engine(tiny_model, STRICT, disable_radix_cache=not radix) as started:
+    retract_every(12, monkeypatch)
+    with engine(tiny_model, STRICT, **knobs) as started:
         names = [started.submit(prompt, 60) for prompt in asked]
         started.drain()
         requests = [started.finished[name] for name in names]
@@ -76,16 +87,21 @@ def test_retraction_for_want_of_pages(tiny_model, monkeypatch):
         require_clean(started)
 
 
-def test_random_requests_leave_nothing_behind(tiny_model):
-    """500 of them, prefixes shared, some aborted; a canary gets the same answer all along."""
+@pytest.mark.parametrize(
+    ("count", "more"), [(500, {}), (150, OVERLAPPED)], ids=["one after another", "overlapped"]
+)
+def test_random_requests_leave_nothing_behind(tiny_model, monkeypatch, count, more):
+    """Prefixes shared, some aborted or retracted; a canary gets the same answer all along."""
+    retract_every(20, monkeypatch)
     chooser = random.Random(7)
     (canary,) = prompts(500, seed=8)
     shared = prompts(300, 650, seed=9)
     knobs = {"max_total_tokens": 24 * 256, "context_length": 1024, "chunked_prefill_size": 512}
-    with engine(tiny_model, STRICT, **knobs) as started:
+    with engine(tiny_model, STRICT, **knobs, **more) as started:
         (expected,) = started.generate([canary])
         assert expected == tiny_model.oracle([canary])[0]
-        waiting, alive, hits = 500, set(), 0
+        waiting, alive = count, set()
+        hits, retracted, aborted = 0, 0, 0
         while waiting or alive:
             if waiting and len(alive) < 12 and chooser.random() < 0.6:
                 name = f"canary-{waiting}" if waiting % 20 == 5 else f"request-{waiting}"
@@ -104,15 +120,18 @@ def test_random_requests_leave_nothing_behind(tiny_model):
                 del started.finished[name]
                 alive.discard(name)
                 hits += request.cached_tokens
+                retracted += request.retraction_count
                 if name.startswith("canary"):
                     assert list(request.output_ids) == expected
-            if alive and chooser.random() < 0.02:
+            if alive and chooser.random() < 0.04:
                 gone = chooser.choice(sorted(alive))
                 if not gone.startswith("canary"):
                     started.abort(gone)
                     alive.discard(gone)
+                    aborted += 1
         started.drain()
-        assert hits > 10_000
+        assert hits > 20 * count
+        assert min(retracted, aborted) > count / 20
         require_clean(started)
         assert started.generate([canary]) == [expected]
         assert started.scheduler.flush_cache()

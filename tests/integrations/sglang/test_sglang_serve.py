@@ -17,7 +17,7 @@ from sglang_servers import Server
 pytestmark = pytest.mark.slow
 GREEDY = {"model": "tiny", "temperature": 0}
 EXTRA = {"ignore_eos": True, "return_token_ids": True}
-CLIENTS, REQUESTS = 32, 100
+CLIENTS, REQUESTS = 32, 500
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_chat(client):
 
 def test_random_requests(server, canary):
     """Lengths of 1 to 1,500 tokens, 32 clients, shared prefixes, one in eight given up in
-    mid-stream; the canary in between gets the same answer as before and after."""
+    mid-stream, steps overlapped; the canary in between gets the same answer as before and after."""
     chooser = random.Random(11)
     shared = prompts(400, 800, 1300, seed=12)
     jobs = [_job(chooser, shared, number, canary) for number in range(REQUESTS)]
@@ -88,6 +88,7 @@ def test_random_requests(server, canary):
     assert len(between) == REQUESTS // 25
     assert aborted > REQUESTS // 16
     assert server.metric("cached_tokens_total") > 0
+    assert not server.arguments()["disable_overlap_schedule"]
     assert idle(server) == [0, 0, 0]
 
 
