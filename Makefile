@@ -24,6 +24,7 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/pytest -q -m slow --durations=10
+	$(MAKE) accuracy
 	$(MAKE) test-vllm
 	$(MAKE) test-sglang
 
