@@ -82,7 +82,7 @@ def test_what_make_accuracy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert script.regressions(good) == []
     (line,) = script.regressions(good | {"balanced": {"kl": 0.06, "bits_128k": 2.28}})
-    assert "balanced: KL 0.0600 is not a quarter of paper's 0.2000" in line
+    assert "balanced: KL 0.0600 is not a tenth of paper's 0.2000" in line
     (line,) = script.regressions(good | {"compact": {"kl": 0.01, "bits_128k": 2.21}})
     assert "compact: 2.210 bits, over 2.2" in line
     assert script.regressions(good | {"compact": {"kl": float("nan"), "bits_128k": 2.1}})
