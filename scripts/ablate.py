@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oscarkv import load_model
 from oscarkv.evaluation.fidelity import measure_fidelity
-from oscarkv.integrations.transformers import calibrate
+from oscarkv.integrations.transformers import calibrate, passes
 from oscarkv.recipe import Recipe
 
 BALANCED = Recipe.named("balanced")
@@ -68,14 +68,14 @@ def main() -> None:
     texts = [path.read_text() for path in arguments.text]
     calibration = [path.read_text() for path in arguments.calibration_text]
     model, tokenizer = load_model(arguments.model, dtype="float32")
-    library_offsets = calibrate.position_offsets
+    library_offsets = passes.position_offsets
     results: dict[str, Any] = {}
     for name in arguments.variants.split(","):
         recipe, offsets, tokens = VARIANTS[name.strip()]
         start = time.time()
-        calibrate.position_offsets = offsets or library_offsets
+        passes.position_offsets = offsets or library_offsets
         artifact = calibrate.calibrate(model, tokenizer, calibration, recipe=recipe, tokens=tokens)
-        calibrate.position_offsets = library_offsets
+        passes.position_offsets = library_offsets
         row = {"fallback_heads": sum(int(t.fallback.sum()) for t in artifact.layers.values())}
         for length, windows in lengths:
             measured = measure_fidelity(

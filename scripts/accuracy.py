@@ -50,7 +50,7 @@ from oscarkv.evaluation.prepare import fit_artifacts, fit_methods
 from oscarkv.evaluation.sensitivity import measure_sensitivity
 from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
 from oscarkv.evaluation.tune import tune
-from oscarkv.integrations.transformers import calibrate as calibration
+from oscarkv.integrations.transformers import passes
 from oscarkv.integrations.transformers.text import text_sha256
 from oscarkv.methods import named, needs, presets, simulations
 from oscarkv.methods.simulation import Simulation
@@ -274,15 +274,15 @@ class Lab:
 
     def positions(self) -> None:
         """Other mixtures of positions, at the short and at the longest length."""
-        library = calibration.position_offsets
+        library = passes.position_offsets
         artifacts = self.fit({"by context length": BALANCED})
         for name, offsets in MIXTURES.items():
-            calibration.position_offsets = offsets
+            passes.position_offsets = offsets
             try:  # the name is part of what is kept
                 recipe = BALANCED.replace(name=f"balanced, {name}")
                 artifacts |= self.fit({name: recipe})
             finally:
-                calibration.position_offsets = library
+                passes.position_offsets = library
         artifacts |= self.fit({"not averaged": BALANCED.replace(average_positions=False)})
         subjects = {n: self.subject(a) for n, a in artifacts.items()}
         self.measure("positions", subjects, self.plan.parts)
