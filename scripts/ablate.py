@@ -74,7 +74,9 @@ def main() -> None:
         recipe, offsets, tokens = VARIANTS[name.strip()]
         start = time.time()
         passes.position_offsets = offsets or library_offsets
-        artifact = calibrate.calibrate(model, tokenizer, calibration, recipe=recipe, tokens=tokens)
+        artifact = calibrate.calibrate(
+            model, tokenizer, calibration, recipe=recipe, tokens=tokens, general=False
+        )
         passes.position_offsets = library_offsets
         row = {"fallback_heads": sum(int(t.fallback.sum()) for t in artifact.layers.values())}
         for length, windows in lengths:
