@@ -60,4 +60,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:  # a refused connection is one, too
+        raise SystemExit(f"error: {error}") from None

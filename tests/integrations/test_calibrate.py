@@ -11,6 +11,7 @@ from oscarkv import Artifact, OscarCache, Recipe
 from oscarkv.calibration import statistics
 from oscarkv.calibration.general import general_texts
 from oscarkv.errors import CalibrationError, UnsupportedModelError
+from oscarkv.integrations.transformers import calibrate as calibration
 from oscarkv.integrations.transformers.calibrate import calibrate, calibrate_many
 from oscarkv.integrations.transformers.text import (
     cut_sequences,
@@ -291,3 +292,15 @@ def test_general_text_is_bounded_and_echoes_repeat() -> None:
     for sequence in echoes(texts, tokenizer, 101):
         assert sequence.shape == (1, 100)
         assert torch.equal(sequence[:, :50], sequence[:, 50:])
+
+
+def test_general_text_is_left_out_where_windows_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents are short; a long recent window must not fail for that."""
+    short = ("one two three " * 4,)  # 56 tokens, less than the windows
+    monkeypatch.setattr(calibration, "general_texts", lambda: short)
+    model, text = tiny.model(), tiny.text()
+    recipe = BALANCED.replace(recent=128)
+    knobs: dict[str, Any] = {"recipe": recipe, "length": 512, "tokens": 1500}
+    blended, alone = run(model, [text], **knobs), run(model, [text], general=False, **knobs)
+    assert "general_sha256" not in blended.calibration
+    assert same(blended, alone)

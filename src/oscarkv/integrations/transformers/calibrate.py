@@ -125,13 +125,8 @@ def calibrate_many(
         group = [named[index] for index in indices]
         blended: list[list[Tensor]] = []
         if general and any(blends(recipe) for recipe in group):
-            bundled = general_texts()
             given = sum(sequence.shape[1] for sequence in sequences)
-            most = min(GENERAL_TOKENS, GENERAL_RATIO * given)
-            blended = [
-                general_sequences(bundled, tokenizer, most, length, shortest),
-                echoes(bundled, tokenizer, length),
-            ]
+            blended = _general_sequences(tokenizer, given, length, shortest)
         run = CalibrationRun(
             model, geometry, layers, sequences, blended, seed, progress, length, target_length
         )
@@ -151,6 +146,20 @@ def calibrate_many(
                 geometry.identity, named[index], transforms, facts, library_version()
             )
     return [found[index] for index in range(len(named))]
+
+
+def _general_sequences(
+    tokenizer: Any, given: int, length: int, shortest: int
+) -> list[list[Tensor]]:
+    """The general text, and its echoes: what of them is long enough to be read beyond the windows,
+    which is nothing where those are very long."""
+    texts = general_texts()
+    most = min(GENERAL_TOKENS, GENERAL_RATIO * given)
+    both = [
+        general_sequences(texts, tokenizer, most, length, shortest),
+        [echo for echo in echoes(texts, tokenizer, length) if echo.shape[1] >= shortest],
+    ]
+    return [sequences for sequences in both if sequences]
 
 
 def data_free(geometry: ModelGeometry, layers: Sequence[int], recipe: Recipe) -> Artifact:
