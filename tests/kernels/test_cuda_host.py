@@ -4,6 +4,7 @@ import gc
 import types
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from oscarkv.errors import CacheError
 from oscarkv.kernels.cuda import backend, decode, write
 from oscarkv.kernels.cuda.compile import CompileError
 from oscarkv.kernels.interface import LayerCache
+from oscarkv.linalg import hadamard
 from oscarkv.recipe import Recipe
 
 HEADS, DIM = 2, 64
@@ -163,3 +165,31 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
     slots, k = torch.tensor([16]), rows()
     with pytest.raises(CacheError, match="once before it is captured"):
         backend.CudaBackend().write(k, k, slots, slots, half_layer())
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fragments_of_signs_are_the_high_parts_of_fragments(dim: int) -> None:
+    """Both steps of a lane side by side, in the first half of the room, and no low parts."""
+    value = hadamard(dim).float()[None] * torch.tensor([[[1.0]], [[3.0]]])
+    room, size = write._sign_fragments(value)
+    full, _ = write._fragments(value)
+    assert room.shape == full.shape
+    assert torch.equal(size, value.abs().amax((1, 2)))
+    chunks, tiles = full.shape[1:3]
+    half = room.flatten(1)[:, : room[0].numel() // 2].view(2, chunks, tiles, 32, 2, 4)
+    for step in range(2):
+        signs = full[:, :, :, step, :, :4].sign()
+        assert torch.equal(half[..., step, :], signs)
+    assert not room.flatten(1)[:, room[0].numel() // 2 :].any()
+
+
+def test_signs_are_told_from_other_transforms() -> None:
+    layer = half_layer()
+    for value, signs in (
+        (hadamard(layer.transforms.key.shape[-1]).float(), True),
+        (torch.eye(layer.transforms.key.shape[-1]), False),
+        (None, False),
+    ):
+        given = None if value is None else value.expand_as(layer.transforms.key)
+        other = replace(layer, transforms=replace(layer.transforms, value=given), memo={})
+        assert write._value_signs(other) is signs

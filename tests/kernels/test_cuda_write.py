@@ -20,6 +20,7 @@ from oscarkv.kernels import LayerCache
 from oscarkv.kernels.cuda import write
 from oscarkv.kernels.cuda.backend import CudaBackend
 from oscarkv.kernels.torch_backend import TorchBackend
+from oscarkv.linalg import hadamard
 
 pytestmark = pytest.mark.gpu
 
@@ -113,6 +114,26 @@ def test_codes_differ_from_the_oracle_only_at_thresholds(
     slots = some_slots(count, pages, shape.page_size, torch.device("cpu"))
     ours = moved(layer, device)
     nowhere = torch.full_like(slots, -1)
+    backend.write(*(x.to(device) for x in (k, v, slots, nowhere)), ours)
+    TorchBackend().write(k.float(), v.float(), slots, nowhere, layer)
+    assert_codes_at_thresholds(on_cpu(ours), layer, k.float(), v.float(), slots)
+
+
+@pytest.mark.parametrize("count", [40, 1100])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_values_times_a_hadamard_matrix(
+    dim: int, count: int, backend: CudaBackend, device: torch.device
+) -> None:
+    """A transform of signs has a kernel of its own; codes differ at thresholds only."""
+    shape, pages = Shape(dim, None, "fp16", 64, BF16), 4 + count // 16
+    layer = on_cpu(blank_layer(shape, pages, device))
+    signs = hadamard(dim).float().expand_as(layer.transforms.value).contiguous()
+    layer = replace(layer, transforms=replace(layer.transforms, value=signs), memo={})
+    k, v = torch.randn(2, count, 2, dim, generator=generator(dim)).to(BF16)
+    slots = some_slots(count, pages, shape.page_size, torch.device("cpu"))
+    ours = moved(layer, device)
+    nowhere = torch.full_like(slots, -1)
+    assert write.Geometry.of(k.to(device), ours).value_signs
     backend.write(*(x.to(device) for x in (k, v, slots, nowhere)), ours)
     TorchBackend().write(k.float(), v.float(), slots, nowhere, layer)
     assert_codes_at_thresholds(on_cpu(ours), layer, k.float(), v.float(), slots)

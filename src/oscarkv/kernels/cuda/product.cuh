@@ -80,8 +80,9 @@ DEVICE void load_mean(Quad (&to)[2], const float* mean, int c) {
     UNROLL for (int i = 0; i < 2; i++) to[i] = there ? load_quad(mean + c + 4 * i) : Quad{0, 0, 0, 0};
 }
 
-// The first USED tiles of the product.
-template <int USED>
+// The first USED tiles of the product. SIGNS: all numbers of the matrix are of one size, which is its
+// scale, so that they have no low parts; a Quad then holds the high parts of both steps.
+template <int USED, bool SIGNS>
 DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES][CHUNKS],
                      const float* mean, const Quad* matrix, float unscale) {
     const int lane = threadIdx.x % 32, t = lane % 4;
@@ -137,19 +138,21 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES
         UNROLL for (int tile = 0; tile < USED; tile += BATCH) {
             Quad m[BATCH][2];
             UNROLL for (int i = 0; i < BATCH; i++)
-                UNROLL for (int step = 0; step < 2; step++) {
+                UNROLL for (int step = 0; step < (SIGNS ? 1 : 2); step++) {
+                    const Quad* from = b + ((tile + i) * (SIGNS ? 1 : 2) + step) * 32;
 #if MATRIX_SHARED
-                    m[i][step] = b[((tile + i) * 2 + step) * 32];
+                    m[i][step] = *from;
 #else
-                    m[i][step] = load_quad(b + ((tile + i) * 2 + step) * 32);
+                    m[i][step] = load_quad(from);
 #endif
+                    if (SIGNS) m[i][1] = {m[i][0].z, m[i][0].w, 0, 0};
                 }
             UNROLL for (int step = 0; step < 2; step++) {
                 const int k = 2 * step;
                 UNROLL for (int i = 0; i < BATCH; i++)
                     mma_half(x[tile + i], low[0][k], low[1][k], low[0][k + 1], low[1][k + 1],
                              m[i][step].x, m[i][step].y);
-                UNROLL for (int i = 0; i < BATCH; i++)
+                UNROLL for (int i = 0; i < (SIGNS ? 0 : BATCH); i++)
                     mma_half(x[tile + i], high[0][k], high[1][k], high[0][k + 1], high[1][k + 1],
                              m[i][step].z, m[i][step].w);
                 UNROLL for (int i = 0; i < BATCH; i++)
@@ -157,7 +160,7 @@ DEVICE void multiply(Numbers& x, const Rows& rows, const Quad (&raw)[TOKEN_TILES
                              m[i][step].x, m[i][step].y);
             }
         }
-        b += TILES * 2 * 32;
+        b += TILES * (SIGNS ? 1 : 2) * 32;
     }
     UNROLL for (int r = 0; r < TOKEN_TILES; r++)
         UNROLL for (int tile = 0; tile < USED; tile++)

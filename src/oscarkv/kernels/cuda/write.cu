@@ -2,13 +2,15 @@
 //
 // Further macros: TOKEN_TILES (1 or 2: a warp takes 8 or 16 tokens at a time), WARPS, BLOCKS_PER_SM,
 // MATRIX_SHARED (1: the transform fits in shared memory), KEY_GAIN and VALUE_GAIN (quarters), FOLDED
-// (1: values come transformed), REFINED (1: keys are).
+// (1: values come transformed), REFINED (1: keys are), VALUE_SIGNS (1: the values' transform is one
+// number with signs, as a Hadamard matrix is).
 //
 // Block (x, y, z): KV head y, keys (0) or values (1) z; its warps take tokens in turn. Everything of
 // a token happens in the four lanes t of one g:
 // - Product: tokens are the rows of A (g, and g + 8 with two token tiles), the transform is B. Both
 //   are float16 pairs high + low, scaled by powers of two; of the four products of a pair, all but
-//   low * low are summed, in float. A row's numbers do not depend on its neighbours.
+//   low * low are summed, in float. A row's numbers do not depend on its neighbours. A matrix of
+//   signs has no low part, and takes two products and half the memory.
 // - Output columns are ordered so that lane t gets whole words of the packed row: its number q is
 //   half slot q / LANE_WORDS (2 slot + half) of word t LANE_WORDS + q % LANE_WORDS. The last quarter
 //   of the channels is the last quarter of every lane's numbers: refined keys leave out those tiles,
@@ -45,7 +47,9 @@ struct Arguments {
     u16* window;
     const i64* history_slots;
     const i64* window_slots;
-    const Quad* matrices;  // [sides][heads][CHUNKS][TILES][2][32]: b0, b1 of high, b0, b1 of low
+    // [sides][heads][CHUNKS][TILES][2][32]: b0, b1 of high, b0, b1 of low. Of signs, in the first
+    // half of a head's room: [CHUNKS][TILES][32], b0, b1 of the first step, b0, b1 of the second.
+    const Quad* matrices;
     const float* means;    // [sides][heads][HEAD_DIM]
     const float* scales;   // [2][2][heads]: of matrices (to be multiplied with), 2^e0
     i64 k_token, k_head, v_token, v_head;      // strides in elements
@@ -162,11 +166,11 @@ oscar_write(const __grid_constant__ Arguments a) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, side = blockIdx.z, pair = side * a.kv_heads + head;
     const Quad* matrix = a.matrices + (i64)pair * MATRIX_QUADS;
-    const bool folded = FOLDED && side, refined = REFINED && side == 0;
+    const bool folded = FOLDED && side, refined = REFINED && side == 0, signs = VALUE_SIGNS && side;
 #if MATRIX_SHARED
     if (!folded) {
         const u32 to = shared_address(shared_matrix);
-        for (int i = threadIdx.x; i < MATRIX_QUADS; i += THREADS)
+        for (int i = threadIdx.x; i < (signs ? MATRIX_QUADS / 2 : MATRIX_QUADS); i += THREADS)
             if (!refined || i / 64 % TILES < REFINED_TILES) copy_to_shared(to + 16 * i, matrix + i);
         matrix = shared_matrix;
     }
@@ -215,12 +219,14 @@ oscar_write(const __grid_constant__ Arguments a) {
         Numbers x;
         Halves halves[TOKEN_TILES];
         if (refined) {
-            multiply<REFINED_TILES>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
+            multiply<REFINED_TILES, false>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
             clear(halves);
             encode_group<REFINED_TILES, true>(x, 0, side, base, rows, history, a.history_page, halves);
         } else {
+            const float* mean = a.means + (i64)pair * HEAD_DIM;
             if (folded) load_numbers(x, rows);
-            else multiply<TILES>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
+            else if (signs) multiply<TILES, true>(x, rows, raw, mean, matrix, unscale);
+            else multiply<TILES, false>(x, rows, raw, mean, matrix, unscale);
             clear(halves);
             UNROLL for (int group = 0; group < GROUPS; group++)
                 encode_group<TILES / GROUPS, false>(x, group, side, base, rows, history,

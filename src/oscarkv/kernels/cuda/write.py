@@ -64,6 +64,7 @@ class Geometry(PackedFormat):
     value_gain: int
     refined: bool  # keys
     folded: bool
+    value_signs: bool  # the values' transform has numbers of one size
     many: bool  # tokens
 
     @classmethod
@@ -74,6 +75,7 @@ class Geometry(PackedFormat):
             round(4 * layer.value_codec.gain),
             layer.key_codec.refined,
             layer.transforms.value is None,
+            _value_signs(layer),
             k.shape[0] > FEW_TOKENS,
         )
 
@@ -109,6 +111,7 @@ class Geometry(PackedFormat):
             "VALUE_GAIN": self.value_gain,
             "REFINED": int(self.refined),
             "FOLDED": int(self.folded),
+            "VALUE_SIGNS": int(self.value_signs),
         }
 
 
@@ -181,18 +184,30 @@ def _constants(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
     """Fragments of the matrices, means [sides, H, d], scales [2, 2, H]: see write.cu."""
     memo, transforms = layer.memo, layer.transforms
     if "cuda_write_matrices" not in memo:
-        matrices, means = [_stored_columns(layer)], [transforms.key_mean]
+        sides, means = [_fragments(_stored_columns(layer))], [transforms.key_mean]
         if transforms.value is not None and transforms.value_mean is not None:
-            matrices.append(transforms.value)
+            split = _sign_fragments if _value_signs(layer) else _fragments
+            sides.append(split(transforms.value))
             means.append(transforms.value_mean)
-        fragments, unscale = _fragments(torch.stack(matrices))
-        scales = torch.ones(2, 2, layer.kv_heads, device=unscale.device)
-        scales[0, : len(matrices)] = unscale
+        scales = torch.ones(2, 2, layer.kv_heads, device=transforms.key.device)
+        scales[0, : len(sides)] = torch.stack([unscale for _, unscale in sides])
         scales[1] = bases(layer)
-        memo["cuda_write_matrices"] = fragments
+        memo["cuda_write_matrices"] = torch.stack([fragments for fragments, _ in sides])
         memo["cuda_write_means"] = torch.stack(means).float().contiguous()
         memo["cuda_write_scales"] = scales
     return memo["cuda_write_matrices"], memo["cuda_write_means"], memo["cuda_write_scales"]
+
+
+def _value_signs(layer: LayerCache) -> bool:
+    """Whether all numbers of a head's value transform are of one size, as a Hadamard matrix's."""
+    value = layer.transforms.value
+    if value is None:
+        return False
+    if "cuda_write_signs" not in layer.memo:  # looks at the numbers once: that waits for the device
+        sizes = value.abs()
+        same = sizes == sizes.amax((-2, -1), keepdim=True)
+        layer.memo["cuda_write_signs"] = (same & (sizes > 0)).all().cpu()
+    return bool(layer.memo["cuda_write_signs"])
 
 
 def _stored_columns(layer: LayerCache) -> Tensor:
@@ -218,16 +233,30 @@ def _fragments(matrices: Tensor) -> tuple[Tensor, Tensor]:
     A lane's eight numbers are its B fragment of `mma.m16n8k16` (rows k0, k0 + 1, k1, k1 + 1), of
     the matrix's high parts and of its low parts.
     """
-    dim, device = matrices.shape[-1], matrices.device
-    rows, columns = (index.to(device) for index in _order(dim))  # -1: zero
     top = matrices.abs().amax((-2, -1)).double().clamp_min(2.0**-100)
     exponent = torch.floor(torch.log2(top)) - TOP_EXPONENT
-    scaled = matrices.double() * torch.exp2(-exponent)[..., None, None]
-    padded = torch.nn.functional.pad(scaled, (0, 1, 0, 1))  # index -1: the zeros
-    taken = padded[..., rows, columns]  # [..., chunks, tiles, steps, lanes, 4]
+    taken = _in_order(matrices.double() * torch.exp2(-exponent)[..., None, None])
     high = taken.half()
     low = (taken - high.double()).half()
     return torch.cat([high, low], -1).contiguous(), torch.exp2(exponent).float()
+
+
+def _sign_fragments(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of matrices of signs, which have no low parts: a lane's eight numbers are those of
+    both steps, [..., chunks, tiles, 32 lanes, 8], and zeros fill up the room."""
+    size = matrices.abs().amax((-2, -1))
+    high = _in_order(matrices.sign().double()).half()
+    both = high.transpose(-2, -3).flatten(-2)  # [..., chunks, tiles, lanes, (step, 4)]
+    room = torch.zeros_like(torch.cat([high, high], -1))
+    room.flatten(-5)[..., : both.flatten(-4).shape[-1]] = both.flatten(-4)
+    return room, size.float()
+
+
+def _in_order(matrices: Tensor) -> Tensor:
+    """Their numbers as [..., chunks, tiles, 2 steps, 32 lanes, 4]."""
+    rows, columns = (index.to(matrices.device) for index in _order(matrices.shape[-1]))
+    padded = torch.nn.functional.pad(matrices, (0, 1, 0, 1))  # index -1: the zeros
+    return padded[..., rows, columns]
 
 
 def _order(dim: int) -> tuple[Tensor, Tensor]:
