@@ -20,7 +20,7 @@ BELOW = {
     "artifact": {"errors", "recipe", "linalg", "codec"},
     "methods": {"errors", "recipe", "linalg", "codec", "artifact", "calibration"},
     "calibration": {"errors", "recipe", "linalg", "codec", "artifact", "methods"},
-    "kernels": {"errors", "recipe", "codec"},
+    "kernels": {"errors", "recipe", "linalg", "codec"},
     "cache": {"errors", "recipe", "codec", "kernels"},
 }
 LIBRARY = set(BELOW)

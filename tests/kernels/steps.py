@@ -140,6 +140,7 @@ def make_step(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     folded: bool = False,
+    hadamard_values: bool = False,
     key_size: float = 1.0,
     value_size: float = 1.0,
     octaves: float = 0.0,
@@ -163,6 +164,10 @@ def make_step(
         folded=folded,
     )
     clean.soft_cap, clean.sliding_window = soft_cap, sliding_window
+    if hadamard_values:  # as `balanced` has it: without signs, not stretched
+        basis = hadamard(shape.head_dim).float().to(device).expand_as(clean.transforms.key)
+        both = {"value": basis.contiguous(), "value_inverse": basis.contiguous()}
+        clean.transforms = replace(clean.transforms, **both)
     length = torch.tensor(lengths, device=device)[:, None]
     new = torch.tensor(counts, device=device)[:, None]
     packed, exact = readable(length, new, clean)

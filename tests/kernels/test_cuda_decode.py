@@ -146,6 +146,26 @@ def test_folded_values(backend: CudaBackend, device: torch.device) -> None:
     make_step(PLAIN, [1, 320, 321, 1500], device=device, folded=True).check(backend)
 
 
+@pytest.mark.parametrize(
+    ("shape", "new"),
+    [
+        (PLAIN, 1),
+        (Shape(64, None, "log8", 64, BF16, 3), 2),
+        (Shape(128, 32, "log8", 112, HALF, 8), 1),
+        (Shape(128, None, "fp16", 64, BF16, 7), 8),
+        (Shape(256, None, "fp16", 64, BF16, 2), 3),
+    ],
+)
+def test_values_times_a_hadamard_matrix(
+    shape: Shape, new: int, backend: CudaBackend, device: torch.device
+) -> None:
+    """It is undone without being read."""
+    lengths = [1, 320, 321, 1500, 70000]
+    step = make_step(shape, lengths, new, device=device, hadamard_values=True)
+    assert decode.Geometry.of(step.q, step.layer, new).value_hadamard
+    step.check(backend)
+
+
 # -- decode: numbers -----------------------------------------------------------------------------
 
 SIZES = [

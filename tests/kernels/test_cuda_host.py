@@ -193,3 +193,11 @@ def test_signs_are_told_from_other_transforms() -> None:
         given = None if value is None else value.expand_as(layer.transforms.key)
         other = replace(layer, transforms=replace(layer.transforms, value=given), memo={})
         assert write._value_signs(other) is signs
+
+
+def test_sylvesters_matrix_is_told_from_other_inverses() -> None:
+    layer, basis = half_layer(), hadamard(DIM).float()
+    for inverse, told in ((basis, True), (-basis, False), (torch.eye(DIM), False), (None, False)):
+        given = None if inverse is None else inverse.expand_as(layer.transforms.key)
+        transforms = replace(layer.transforms, value_inverse=given)
+        assert decode._value_hadamard(replace(layer, transforms=transforms, memo={})) is told

@@ -5,7 +5,7 @@
 // Further macros: ROW_GROUPS (1, 2 or 4: query rows of a block in fours), CHUNK (tiles of 16 tokens
 // that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM,
 // SOFT_CAP, QUERY_ROWS (query rows of a block of oscar_queries), WAVES (parts that a block works on,
-// about, where lengths differ).
+// about, where lengths differ), VALUE_HADAMARD (1: the values' transform is Sylvester's matrix).
 //
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule
@@ -88,7 +88,7 @@ oscar_decode(const __grid_constant__ Arguments a) {
         }
         const float* inverse =
             a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
-        if (part == 0 && inverse)  // some block will want it soon
+        if (!VALUE_HADAMARD && part == 0 && inverse)  // some block will want it soon
             ROLLED for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
                 prefetch(inverse + 32 * i);
         if (p.history_end > p.history_begin) {

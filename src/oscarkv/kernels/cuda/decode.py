@@ -17,6 +17,7 @@ from oscarkv.kernels.cuda.packed import (
 )
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.plan import Plan
+from oscarkv.linalg import hadamard
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
@@ -26,6 +27,8 @@ QUERY_ROWS = 8
 WAVES = 4
 #: What each block loses of its processor's shared memory.
 RESERVED = 1024
+#: How far an inverse may be from Sylvester's matrix to be it: float's own rounding, about.
+HADAMARD_ERROR = 1e-7
 #: "No limit", for windows and lengths: half of int32, so that differences do not overflow.
 UNLIMITED = 1 << 30
 _POINTERS = (
@@ -59,6 +62,7 @@ class Geometry(PackedFormat):
 
     row_groups: int
     soft_cap: bool
+    value_hadamard: bool  # what undoes the values' transform is Sylvester's matrix
     shared_memory: int = 228 * 1024  # of a processor; that of sm_90
 
     @classmethod
@@ -70,6 +74,7 @@ class Geometry(PackedFormat):
             *format_of(q, layer),
             row_groups,
             layer.soft_cap is not None,
+            _value_hadamard(layer),
             torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor,
         )
 
@@ -144,6 +149,7 @@ class Geometry(PackedFormat):
             "WARPS": self.warps,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "SOFT_CAP": int(self.soft_cap),
+            "VALUE_HADAMARD": int(self.value_hadamard),
             "QUERY_ROWS": QUERY_ROWS,
             "WAVES": WAVES,
             "SHARED_BYTES": self.shared_bytes,
@@ -253,6 +259,19 @@ class DecodeKernel:
             self._arrivals = torch.zeros(pairs, dtype=torch.int32, device=self.device)
             size = pairs * self.geometry.prepared_words
             self._queries = torch.empty(size, dtype=torch.int32, device=self.device)
+
+
+def _value_hadamard(layer: LayerCache) -> bool:
+    """Whether values are stored times Sylvester's matrix, which is its own inverse: it needs no
+    reading."""
+    inverse, dim = layer.transforms.value_inverse, layer.layout.head_dim
+    if inverse is None or dim & (dim - 1):
+        return False
+    if "cuda_value_hadamard" not in layer.memo:  # looks at the numbers: that waits for the device
+        refuse_capture()
+        away = inverse - hadamard(dim).to(inverse)
+        layer.memo["cuda_value_hadamard"] = (away.abs().amax() <= HADAMARD_ERROR).cpu()
+    return bool(layer.memo["cuda_value_hadamard"])
 
 
 def _processors(device: torch.device) -> int:

@@ -1,5 +1,29 @@
 // Results: a block's own, those that parts of a pair leave, and their sum.
 
+#if VALUE_HADAMARD
+constexpr int LANE_CHANNELS = HEAD_DIM / 32;
+constexpr float HADAMARD_SIZE = HEAD_DIM == 64 ? 0.125f : HEAD_DIM == 128 ? 0.08838834764831845f : 0.0625f;
+
+// A row times Sylvester's Hadamard matrix: lane t holds channels LANE_CHANNELS t ...
+DEVICE void times_hadamard(float (&x)[LANE_CHANNELS]) {
+    UNROLL for (int bit = 1; bit < LANE_CHANNELS; bit *= 2) {
+        UNROLL for (int i = 0; i < LANE_CHANNELS; i++) {
+            if (i & bit) continue;
+            const float a = x[i], b = x[i + bit];
+            x[i] = a + b;
+            x[i + bit] = a - b;
+        }
+    }
+    UNROLL for (int bit = 1; bit < 32; bit *= 2) {
+        UNROLL for (int i = 0; i < LANE_CHANNELS; i++) {
+            const float other = __shfl_xor_sync(ALL, x[i], bit);
+            x[i] = threadIdx.x & bit ? other - x[i] : x[i] + other;
+        }
+    }
+    UNROLL for (int i = 0; i < LANE_CHANNELS; i++) x[i] *= HADAMARD_SIZE;
+}
+#endif
+
 // The rows' final output, from sums in shared memory.
 DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, const float* inverse,
                        Shared& s) {
@@ -16,10 +40,20 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
               + c] = (u16)pack_activation(x, 0.0f);
     };
     if (has_history && inverse) {
+#if VALUE_HADAMARD
+        const int lane = threadIdx.x % 32;
+        ROLLED for (int r = threadIdx.x / 32; r < p.rows; r += WARPS) {
+            float x[LANE_CHANNELS];
+            UNROLL for (int i = 0; i < LANE_CHANNELS; i++) x[i] = s.history[r][LANE_CHANNELS * lane + i];
+            times_hadamard(x);
+            UNROLL for (int i = 0; i < LANE_CHANNELS; i++) write(r, LANE_CHANNELS * lane + i, x[i]);
+        }
+#else
         ROLLED for (int r0 = 0; r0 < ROWS; r0 += PASS_ROWS)
             times_matrix<PASS_ROWS, THREADS>(
                 s.history + r0, inverse, s.work, [] {},
                 [&](int r, int c, float sum) { write(r0 + r, c, sum); });
+#endif
     } else {
         ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
