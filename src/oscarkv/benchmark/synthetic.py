@@ -177,7 +177,8 @@ def _fill_parameters(section: Tensor, parameter_format: str, rng: torch.Generato
 
 
 def _transforms(case: Case, rng: torch.Generator) -> Transforms:
-    """Hadamard matrices with random signs; keys stretched a little, as fitted ones are."""
+    """Hadamard matrices: for values as they are where the recipe takes them so, else with random
+    signs; keys stretched a little, as fitted ones are."""
     heads, dim, device = case.kv_heads, case.head_dim, rng.device
     basis = hadamard(dim).float().to(device)
 
@@ -187,7 +188,10 @@ def _transforms(case: Case, rng: torch.Generator) -> Transforms:
 
     rotation = orthogonal()
     stretch = torch.empty(heads, dim, 1, device=device).uniform_(-0.5, 0.5, generator=rng).exp()
-    value = None if case.folded else orthogonal()
+    plain = case.recipe.value_transform == "hadamard"
+    value = None
+    if not case.folded:
+        value = basis.expand(heads, dim, dim).contiguous() if plain else orthogonal()
     return Transforms(
         key=stretch * rotation,
         query=rotation / stretch,
