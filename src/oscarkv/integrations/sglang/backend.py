@@ -142,7 +142,9 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
             whole.history_slots[:n],
             whole.window_slots[:n],
         )
-        live = batch.out_cache_loc[:n] >= self.page
+        slots = batch.out_cache_loc[:n]  # replaying, without the rows that only fill up the graph
+        slots = torch.nn.functional.pad(slots, (0, n - slots.shape[0]))
+        live = slots >= self.page
         rows = torch.where(live, batch.req_pool_indices[:n], 0)
         step.seq_lens.copy_(torch.where(live, batch.seq_lens[:n], 0))
         torch.cumsum(live, 0, out=step.query_start_loc[1:])
@@ -151,7 +153,7 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
             (step.window_table, self._windows(rows, step.seq_lens, step.window_table.shape[1])),
         ):
             table[:, : made.shape[1]] = made
-        history, windows = self._slots(batch.out_cache_loc[:n])
+        history, windows = self._slots(slots)
         step.history_slots.copy_(history)
         step.window_slots.copy_(windows)
         self.step = step
