@@ -16,8 +16,8 @@ ROWS = 6
 
 
 def through_graphs(backend, monkeypatch):
-    """Have decode steps go the way of graphs, padded as SGLang pads them: request 0, length 1,
-    slot 0. Returns the addresses that they saw."""
+    """Have decode steps go the way of graphs, padded as SGLang pads them: request 0, length 1, and
+    no slot (when it captures: slot 0). Returns the addresses that they saw."""
     seen = set()
     eager, decode = backend.init_forward_metadata, backend.forward_decode
     backend.init_cuda_graph_state(ROWS, ROWS)
@@ -33,7 +33,7 @@ def through_graphs(backend, monkeypatch):
             batch_size=ROWS,
             req_pool_indices=padded(batch.req_pool_indices, 0),
             seq_lens=padded(batch.seq_lens, backend.get_cuda_graph_seq_len_fill_value()),
-            out_cache_loc=padded(batch.out_cache_loc, 0),
+            out_cache_loc=batch.out_cache_loc,
         )
         # The torch backend takes lengths when it plans: as if every step were a capture.
         backend.init_forward_metadata_out_graph(graph, in_capture=True)
