@@ -127,6 +127,14 @@ DEVICE Float4 load_fresh_quad(const float* p) {
     return v;
 }
 
+// Counts one more, and says how many there were. What this block wrote before a barrier in front of
+// it is there for a block that counts later and has a barrier behind it.
+DEVICE int arrive(int* count) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
+
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // The cache itself is read once and is far larger than L2: what it brings in should go first, so

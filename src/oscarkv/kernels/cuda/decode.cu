@@ -88,9 +88,13 @@ oscar_decode(const __grid_constant__ Arguments a) {
         }
         const float* inverse =
             a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
-        if (!VALUE_HADAMARD && part == 0 && inverse)  // some block will want it soon
-            ROLLED for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
-                prefetch(inverse + 32 * i);
+        if (part == 0 && inverse) {  // some block will want them soon
+            if (!VALUE_HADAMARD)
+                ROLLED for (int i = threadIdx.x; i < HEAD_DIM * HEAD_DIM / 32; i += THREADS)
+                    prefetch(inverse + 32 * i);
+            if (a.value_mean && 32 * threadIdx.x < HEAD_DIM)
+                prefetch(a.value_mean + p.head * HEAD_DIM + 32 * threadIdx.x);
+        }
         if (p.history_end > p.history_begin) {
             read_history(a, p, q, s);
         } else {
@@ -106,18 +110,15 @@ oscar_decode(const __grid_constant__ Arguments a) {
             write_partial(record_of(a, record), s);
             __syncthreads();
             if (threadIdx.x == 0) {
-                __threadfence();
                 int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;
-                const int before = atomicAdd(arrivals, 1);
+                const int before = arrive(arrivals);
                 if (before == q.parts - 1) *arrivals = 0;
                 s.last = before == q.parts - 1;
             }
             __syncthreads();
             last = s.last;
-            if (last) {
-                __threadfence();
+            if (last)
                 merge_parts(a, record - part, q.parts, windows / size, (windows + size - 1) / size, s);
-            }
         }
         if (last) {
             __syncthreads();

@@ -8,6 +8,7 @@ DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* s
     constexpr int SPLITS = BLOCK_THREADS / QUADS;  // parts of the inner dimension
     constexpr int DEPTH = (HEAD_DIM + SPLITS - 1) / SPLITS;
     constexpr int AT_ONCE = DEPTH < 16 ? DEPTH : 16;
+    constexpr bool FOURS = DEPTH % AT_ONCE == 0 && AT_ONCE % 4 == 0 && SPLITS * DEPTH == HEAD_DIM;
     float* sums = (float*)scratch;  // [SPLITS][N][HEAD_DIM]
     const int quad = threadIdx.x % QUADS, split = threadIdx.x / QUADS;
     const int begin = split * DEPTH, end = begin + DEPTH < HEAD_DIM ? begin + DEPTH : HEAD_DIM;
@@ -20,15 +21,25 @@ DEVICE void times_matrix(const float (*rows)[STRIDE], const float* matrix, u8* s
             fill();
             __syncthreads();
         }
-        UNROLL for (int i = 0; i < AT_ONCE; i++) {
-            const int k = k0 + i < HEAD_DIM ? k0 + i : 0;
-            UNROLL for (int r = 0; r < N; r++) {
-                const float x = rows[r][k];
-                acc[r][0] += x * as_float(m[i].x);
-                acc[r][1] += x * as_float(m[i].y);
-                acc[r][2] += x * as_float(m[i].z);
-                acc[r][3] += x * as_float(m[i].w);
+        auto add = [&](int r, float x, const Quad& row) {
+            acc[r][0] += x * as_float(row.x);
+            acc[r][1] += x * as_float(row.y);
+            acc[r][2] += x * as_float(row.z);
+            acc[r][3] += x * as_float(row.w);
+        };
+        if constexpr (FOURS) {
+            UNROLL for (int i = 0; i < AT_ONCE; i += 4) {
+                UNROLL for (int r = 0; r < N; r++) {
+                    const Float4 x = *(const Float4*)&rows[r][k0 + i];
+                    add(r, x.x, m[i]);
+                    add(r, x.y, m[i + 1]);
+                    add(r, x.z, m[i + 2]);
+                    add(r, x.w, m[i + 3]);
+                }
             }
+        } else {
+            UNROLL for (int i = 0; i < AT_ONCE; i++)
+                UNROLL for (int r = 0; r < N; r++) add(r, rows[r][k0 + i < HEAD_DIM ? k0 + i : 0], m[i]);
         }
     }
     if (split < SPLITS)

@@ -28,12 +28,12 @@ DEVICE void times_hadamard(float (&x)[LANE_CHANNELS]) {
 DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, const float* inverse,
                        Shared& s) {
     const float* mean = a.value_mean ? a.value_mean + p.head * HEAD_DIM : nullptr;
-    auto write = [&](int r, int c, float history) {
+    auto write = [&](int r, int c, float history, float mean_c) {
         if (r >= p.rows) return;
         const float top = fmaxf(s.m[0][r], s.m[1][r]);
         const float in_history = exp2_approx(s.m[0][r] - top), in_window = exp2_approx(s.m[1][r] - top);
         const float total = in_history * s.l[0][r] + in_window * s.l[1][r];
-        if (mean) history += s.l[0][r] * mean[c];
+        history += s.l[0][r] * mean_c;
         const float x = (in_window * s.window[r][c] + in_history * history) / total;
         const int row = p.row_block * ROWS + r;
         a.out[(p.start + row / a.group) * a.out_token + (p.head * a.group + row % a.group) * a.out_head
@@ -41,23 +41,25 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
     };
     if (has_history && inverse) {
 #if VALUE_HADAMARD
-        const int lane = threadIdx.x % 32;
+        const int first = LANE_CHANNELS * (threadIdx.x % 32);
+        float means[LANE_CHANNELS];
+        UNROLL for (int i = 0; i < LANE_CHANNELS; i++) means[i] = mean ? mean[first + i] : 0.0f;
         ROLLED for (int r = threadIdx.x / 32; r < p.rows; r += WARPS) {
             float x[LANE_CHANNELS];
-            UNROLL for (int i = 0; i < LANE_CHANNELS; i++) x[i] = s.history[r][LANE_CHANNELS * lane + i];
+            UNROLL for (int i = 0; i < LANE_CHANNELS; i++) x[i] = s.history[r][first + i];
             times_hadamard(x);
-            UNROLL for (int i = 0; i < LANE_CHANNELS; i++) write(r, LANE_CHANNELS * lane + i, x[i]);
+            UNROLL for (int i = 0; i < LANE_CHANNELS; i++) write(r, first + i, x[i], means[i]);
         }
 #else
         ROLLED for (int r0 = 0; r0 < ROWS; r0 += PASS_ROWS)
             times_matrix<PASS_ROWS, THREADS>(
                 s.history + r0, inverse, s.work, [] {},
-                [&](int r, int c, float sum) { write(r0 + r, c, sum); });
+                [&](int r, int c, float sum) { write(r0 + r, c, sum, mean ? mean[c] : 0.0f); });
 #endif
     } else {
         ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, c = i % HEAD_DIM;
-            write(r, c, has_history ? s.history[r][c] : 0.0f);
+            write(r, c, has_history ? s.history[r][c] : 0.0f, mean ? mean[c] : 0.0f);
         }
     }
 }
@@ -101,10 +103,16 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int history_be
     ROLLED for (int row = warp; row < 2 * ROWS; row += WARPS) {
         const int begin = row < ROWS ? history_begin : 0, end = row < ROWS ? parts : windows_end;
         float top = NOTHING, weight = 0;
-        ROLLED for (int part = begin + lane; part < end; part += 32) {
-            const Pair stats = load_fresh_pair(record_of(a, first + part) + 2 * row);
-            if (stats.y > 0) top = fmaxf(top, stats.x);
-            factors[part][row] = stats;
+        ROLLED for (int from = begin + lane; from < end; from += 64) {
+            Pair stats[2];  // both on their way at once
+            UNROLL for (int i = 0; i < 2; i++) {
+                const int part = from + 32 * i < end ? from + 32 * i : from;
+                stats[i] = load_fresh_pair(record_of(a, first + part) + 2 * row);
+            }
+            UNROLL for (int i = 0; i < 2; i++) {
+                if (stats[i].y > 0) top = fmaxf(top, stats[i].x);
+                if (from + 32 * i < end) factors[from + 32 * i][row] = stats[i];
+            }
         }
         top = warp_max(top);
         ROLLED for (int part = begin + lane; part < end; part += 32) {  // the lane's own

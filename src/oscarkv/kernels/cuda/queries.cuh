@@ -24,7 +24,7 @@ constexpr int QUERY_THREADS = 32 * QUERY_ROWS;  // a warp for each row
 // Block (x, y): head x, and rows 8 y ... of those of all pairs, in the order of their records.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const __grid_constant__ Arguments a) {
     __shared__ alignas(16) u8 scratch[16 * QUERY_ROWS * QUERY_THREADS];
-    __shared__ float rows[QUERY_ROWS][STRIDE];  // queries, then transformed
+    __shared__ alignas(16) float rows[QUERY_ROWS][STRIDE];  // queries, then transformed
     constexpr int EACH = (HEAD_DIM + 31) / 32;  // channels of a lane
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
     const int first = QUERY_ROWS * blockIdx.y;
@@ -36,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const 
     // The warp's own row: of which pair, and where it lies in q (-1: nowhere).
     const int pair = (first + warp) / ROWS, r = (first + warp) % ROWS;
     const int b = pair / a.row_blocks, row_block = pair % a.row_blocks;
+    i64 at = -1;
+    if (b < a.batch) {  // written before oscar_schedule, which is not started early, so long before
+        const int start = a.query_start[b], row = row_block * ROWS + r;
+        if (row < (a.query_start[b + 1] - start) * a.group) at = query_at(a, start, head, row);
+    }
     auto fill = [&] {
         wait_for_previous();
         start_next();  // not earlier: it reads what the launches before this one wrote
-        i64 at = -1;
-        if (b < a.batch) {
-            const int start = a.query_start[b], row = row_block * ROWS + r;
-            if (row < (a.query_start[b + 1] - start) * a.group) at = query_at(a, start, head, row);
-        }
         UNROLL for (int i = 0; i < EACH; i++) {
             const int c = lane + 32 * i;
             if (HEAD_DIM % 32 && c >= HEAD_DIM) continue;
