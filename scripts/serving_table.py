@@ -1,7 +1,9 @@
-"""Tables of docs/vllm.md from runs of gpu_vllm.py: python scripts/vllm_table.py RECORD.json
+"""Tables of docs/vllm.md and docs/sglang.md from runs of gpu_vllm.py and gpu_sglang.py.
+
+    python scripts/serving_table.py docs/results/vllm-h200.json
 
 The record holds, for each run, its arguments and the lines it printed. Ratios are oscarkv's gain
-over the backend in the column, within one runner.
+over the backend in the column, within one runner (of which SGLang has one).
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ def figures(record: dict[str, Any]) -> Figures:
         engine, *lines = run["lines"]
         if engine["options"]:
             continue  # answers with other windows: not for speed
-        runner = "v2" if engine["runner"].endswith("gpu.model_runner") else "v1"
+        runner = ""
+        if "runner" in engine:
+            runner = "v2" if engine["runner"].endswith("gpu.model_runner") else "v1"
         here = found.setdefault((engine["backend"], runner), {})
-        longest = engine["max_model_len"] // 1000
+        longest = (engine.get("max_model_len") or engine["context_length"]) // 1000
         here[f"capacity, requests of {longest}K tokens"] = engine["capacity_tokens"]
         for line in lines:
             if line["what"] == "step":
@@ -41,7 +45,7 @@ def figures(record: dict[str, Any]) -> Figures:
 
 def table(found: Figures, runner: str) -> Iterator[str]:
     others = [backend for backend, which in found if which == runner and backend != OURS]
-    yield f"| runner {runner} | oscarkv | " + " | ".join(others) + " |"
+    yield f"| {f'runner {runner}' if runner else ''} | oscarkv | " + " | ".join(others) + " |"
     yield "|---" * (len(others) + 2) + "|"
     for name, ours in found[OURS, runner].items():
         cells = [shown(name, ours)]
@@ -62,6 +66,8 @@ def answers(record: dict[str, Any]) -> Iterator[str]:
         for run in record["runs"]
     ]
     made = [(backend, lines) for backend, lines in made if lines]
+    if not made:
+        return
     (name, ours), (other, theirs) = sorted(made, key=lambda x: x[0] != OURS)
     alone, together = ([x for x in theirs if (x["batch"] > 1) == many] for many in (False, True))
     for label, pairs in (
@@ -84,7 +90,7 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     record = json.loads(parser.parse_args().record.read_text(encoding="utf-8"))
     found = figures(record)
-    for runner in ("v2", "v1"):
+    for runner in sorted({runner for _, runner in found}, reverse=True):
         print("\n".join(table(found, runner)), end="\n\n")
     print("\n".join(answers(record)))
 
