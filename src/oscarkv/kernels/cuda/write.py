@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscarkv.kernels.cuda.launch import load, variant
+from oscarkv.kernels.cuda.launch import load, refuse_capture, variant
 from oscarkv.kernels.cuda.packed import PackedFormat, format_of, unsupported_format
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.rows import bases
@@ -203,7 +203,8 @@ def _value_signs(layer: LayerCache) -> bool:
     value = layer.transforms.value
     if value is None:
         return False
-    if "cuda_write_signs" not in layer.memo:  # looks at the numbers once: that waits for the device
+    if "cuda_write_signs" not in layer.memo:  # looks at the numbers: that waits for the device
+        refuse_capture()
         sizes = value.abs()
         same = sizes == sizes.amax((-2, -1), keepdim=True)
         layer.memo["cuda_write_signs"] = (same & (sizes > 0)).all().cpu()
