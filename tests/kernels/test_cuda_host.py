@@ -201,3 +201,13 @@ def test_sylvesters_matrix_is_told_from_other_inverses() -> None:
         given = None if inverse is None else inverse.expand_as(layer.transforms.key)
         transforms = replace(layer.transforms, value_inverse=given)
         assert decode._value_hadamard(replace(layer, transforms=transforms, memo={})) is told
+
+
+@pytest.mark.parametrize(("dim", "short"), [(16, False), (32, False), (64, True), (256, True)])
+def test_the_short_way_for_values_is_for_head_dims_it_is_written_for(dim: int, short: bool) -> None:
+    layer = make_layer(Recipe(), dim, HEADS, pages=3)
+    basis = hadamard(dim).float().expand(HEADS, dim, dim)
+    transforms = replace(layer.transforms, value=basis, value_inverse=basis)
+    layer = replace(layer, transforms=transforms, memo={})
+    assert decode._value_hadamard(layer) is short
+    assert write._value_signs(layer) is short

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oscarkv.kernels.cuda.launch import load, refuse_capture, variant
 from oscarkv.kernels.cuda.packed import (
+    HADAMARD_HEAD_DIMS,
     PARAMETER_CODES,
     PackedFormat,
     format_of,
@@ -265,7 +266,7 @@ def _value_hadamard(layer: LayerCache) -> bool:
     """Whether values are stored times Sylvester's matrix, which is its own inverse: it needs no
     reading."""
     inverse, dim = layer.transforms.value_inverse, layer.layout.head_dim
-    if inverse is None or dim & (dim - 1):
+    if inverse is None or dim not in HADAMARD_HEAD_DIMS:
         return False
     if "cuda_value_hadamard" not in layer.memo:  # looks at the numbers: that waits for the device
         refuse_capture()

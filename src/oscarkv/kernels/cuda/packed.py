@@ -12,6 +12,8 @@ from oscarkv.kernels.interface import LayerCache
 HALF_TYPES = (torch.bfloat16, torch.float16)
 PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 LARGEST_HEAD_DIM = 256
+#: Where values that are stored times a Hadamard matrix have a shorter way through the kernels.
+HADAMARD_HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)

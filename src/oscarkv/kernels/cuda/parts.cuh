@@ -1,6 +1,7 @@
 // Results: a block's own, those that parts of a pair leave, and their sum.
 
 #if VALUE_HADAMARD
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "HADAMARD_SIZE knows these");
 constexpr int LANE_CHANNELS = HEAD_DIM / 32;
 constexpr float HADAMARD_SIZE = HEAD_DIM == 64 ? 0.125f : HEAD_DIM == 128 ? 0.08838834764831845f : 0.0625f;
 

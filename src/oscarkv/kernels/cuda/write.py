@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from oscarkv.kernels.cuda.launch import load, refuse_capture, variant
-from oscarkv.kernels.cuda.packed import PackedFormat, format_of, unsupported_format
+from oscarkv.kernels.cuda.packed import (
+    HADAMARD_HEAD_DIMS,
+    PackedFormat,
+    format_of,
+    unsupported_format,
+)
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.rows import bases
 
@@ -201,7 +206,7 @@ def _constants(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
 def _value_signs(layer: LayerCache) -> bool:
     """Whether all numbers of a head's value transform are of one size, as a Hadamard matrix's."""
     value = layer.transforms.value
-    if value is None:
+    if value is None or layer.layout.head_dim not in HADAMARD_HEAD_DIMS:
         return False
     if "cuda_write_signs" not in layer.memo:  # looks at the numbers: that waits for the device
         refuse_capture()
