@@ -3,9 +3,10 @@
 // while the first still runs.
 //
 // Further macros: ROW_GROUPS (1, 2 or 4: query rows of a block in fours), CHUNK (tiles of 16 tokens
-// that a warp fetches at a time), STAGES (chunks on their way), WARPS, BLOCKS_PER_SM,
-// SOFT_CAP, QUERY_ROWS (query rows of a block of oscar_queries), WAVES (parts that a block works on,
-// about, where lengths differ), VALUE_HADAMARD (1: the values' transform is Sylvester's matrix).
+// that a warp fetches at a time), TILES_AT_ONCE (that it works on), STAGES (chunks on their way),
+// WARPS, BLOCKS_PER_SM, SOFT_CAP, QUERY_ROWS (query rows of a block of oscar_queries), WAVES (parts
+// that a block works on, about, where lengths differ), VALUE_HADAMARD (1: the values' transform is
+// Sylvester's matrix).
 //
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule

@@ -22,6 +22,10 @@ from oscarkv.linalg import hadamard
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
+#: Tiles that a warp works on at a time, so that one's arithmetic fills the other's waits.
+TILES_AT_ONCE = 2
+#: Warps of a block for narrow heads (64), which need fewer registers.
+NARROW_WARPS = 10
 #: Query rows that a block of oscar_queries transforms.
 QUERY_ROWS = 8
 #: Parts that a block works on, about, where lengths differ.
@@ -82,6 +86,8 @@ class Geometry(PackedFormat):
     @property
     def warps(self) -> int:
         """Of a block: two blocks of 8 on a processor; wide heads need more registers for each."""
+        if self.head_dim == 64 and self.row_groups == 1 and self.groups == 1:
+            return NARROW_WARPS
         return 12 if self.head_dim > 128 and self.row_groups == 1 else 8
 
     @property
@@ -103,6 +109,11 @@ class Geometry(PackedFormat):
         while tiles > 1 and self._stages_of(tiles) < 2:
             tiles //= 2
         return tiles
+
+    @property
+    def tiles_at_once(self) -> int:
+        """More groups or rows have more to hold."""
+        return min(TILES_AT_ONCE, self.chunk) if self.groups == 1 and self.row_groups <= 2 else 1
 
     @property
     def stages(self) -> int:
@@ -152,6 +163,7 @@ class Geometry(PackedFormat):
             "SOFT_CAP": int(self.soft_cap),
             "VALUE_HADAMARD": int(self.value_hadamard),
             "QUERY_ROWS": QUERY_ROWS,
+            "TILES_AT_ONCE": self.tiles_at_once,
             "WAVES": WAVES,
             "SHARED_BYTES": self.shared_bytes,
             "PREPARED_BYTES": 4 * self.prepared_words,
@@ -168,11 +180,12 @@ class DecodeKernel:
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.geometry, self.device = geometry, device
         index = device.index if device.index is not None else torch.cuda.current_device()
-        self._schedule_kernel, self._queries_kernel, self._decode_kernel = load(
+        self._schedule_kernel, self._queries_kernel, self._few_kernel, self._decode_kernel = load(
             "decode.cu",
             (
                 ("oscar_schedule", 0),
                 ("oscar_queries", 0),
+                ("oscar_few_queries", 0),
                 ("oscar_decode", geometry.shared_bytes),
             ),
             variant(geometry.macros()),
@@ -243,10 +256,9 @@ class DecodeKernel:
         arguments.out_token, arguments.out_head = out.stride(0), out.stride(1)
         threads = 32 * self.geometry.warps
         rows = arguments.batch * arguments.row_blocks * self.geometry.rows
-        blocks = -(-rows // QUERY_ROWS)
-        self._queries_kernel.launch(
-            (arguments.kv_heads, blocks, 1), 32 * QUERY_ROWS, arguments, early=True
-        )
+        queries = self._few_kernel if rows <= QUERY_ROWS // 2 else self._queries_kernel
+        grid = arguments.kv_heads, -(-rows // QUERY_ROWS), 1
+        queries.launch(grid, 32 * QUERY_ROWS, arguments, early=True)
         self._decode_kernel.launch((self.blocks, 1, 1), threads, arguments, early=True)
 
     def _reserve(self, batch: int, pairs: int) -> None:

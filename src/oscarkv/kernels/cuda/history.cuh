@@ -63,18 +63,26 @@ struct Ring {
     }
 };
 
-DEVICE Grid read_parameters(const u8* stored, int token, int group, float exponent) {
+// The stored parameters of a token's group, and the grid that they stand for.
+DEVICE u32 load_parameters(const u8* stored, int token, int group) {
 #if PARAMETERS == 0
-    const u32 x = *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
+    return *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
+#elif PARAMETERS == 1
+    return *(const u16*)(stored + token * PARAMETER_BYTES + 2 * group);
+#else
+    return stored[token * PARAMETER_BYTES + group];
+#endif
+}
+
+DEVICE Grid grid_of(u32 x, float exponent) {
+#if PARAMETERS == 0
     return {half_to_float((u16)(x & 0xffff)), half_to_float((u16)(x >> 16))};
 #else
     // A byte n in the mantissa of 2^23 is the number 2^23 + n; `exponent` makes up for the 2^23.
 #if PARAMETERS == 1
-    const u32 x = *(const u16*)(stored + token * PARAMETER_BYTES + 2 * group);
     const float z = as_float((x >> 8) ^ 0x4b000080u) - 8388736.0f;
     return {exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent), z * 0.03125f};
 #else
-    const u32 x = stored[token * PARAMETER_BYTES + group];
     return {exp2_approx(as_float(x | 0x4b000000u) * 0.0625f + exponent), -1.5f};
 #endif
 #endif
@@ -127,31 +135,30 @@ struct History {
         shift[2] = 4 * a.one;
     }
 
-    // One tile of a stage: 16 tokens from position `start_position` on.
+    // Logits of a tile, 16 tokens from `start_position` on, less the rows' references; and the grids of
+    // its values.
     template <bool MASKED>
-    DEVICE void read(const u8* stage, const Grids& grids, int tile, int start_position, float soft_cap) {
+    DEVICE void read_keys(float (&x)[ROW_GROUPS][2], Grid (&value)[2][GROUPS], const u8* stage,
+                           const Grids& grids, int tile, int start_position, float soft_cap) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const u32* key_codes = (const u32*)(stage + tile * CODE_BYTES);
-        const u32* value_codes = (const u32*)(stage + (CHUNK + tile) * CODE_BYTES);
         const u8* key_stored = stage + 2 * CHUNK * CODE_BYTES + tile * STORED_BYTES;
         const u8* value_stored = key_stored + CHUNK * STORED_BYTES;
 
-        u32 words[2][LANE_WORDS];  // of tokens g and g + 8, as everything up to `b` below
+        u32 words[2][LANE_WORDS];  // of tokens g and g + 8
         UNROLL for (int i = 0; i < 2; i++) load_words(words[i], key_codes + (g + 8 * i) * WORDS, t);
         int sums[ROW_GROUPS][GROUPS][4];
         multiply(sums, words);
-        Grid key[2][GROUPS], value[2][GROUPS];
+        Grid key[2][GROUPS];
         UNROLL for (int i = 0; i < 2; i++) {
             const int token = g + 8 * i;
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 key[i][group] = STAGED_GRIDS ? grids[0][tile * TILE + token]
-                    : read_parameters(key_stored, token, group, key_exponent);
+                    : grid_of(load_parameters(key_stored, token, group), key_exponent);
                 value[i][group] = STAGED_GRIDS ? grids[1][tile * TILE + token]
-                    : read_parameters(value_stored, token, group, value_exponent);
+                    : grid_of(load_parameters(value_stored, token, group), value_exponent);
             }
         }
-        // Logits, less the rows' references.
-        float x[ROW_GROUPS][2];
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             UNROLL for (int i = 0; i < 2; i++) {
                 x[rows][i] = base[rows];
@@ -186,31 +193,46 @@ struct History {
                     UNROLL for (int group = 0; group < GROUPS; group++) value[i][group] = {1.0f, 0.0f};
             }
         }
-        float p[ROW_GROUPS][2];
-        u32 weights[GROUPS][COLUMN_TILES][2];  // p s of two rows
-        u32 over = weigh(p, weights, x, value);
+    }
+
+    // N tiles of a stage at once, so that one's arithmetic fills the other's waits.
+    template <bool MASKED, int N>
+    DEVICE void read(const u8* stage, const Grids& grids, int tile, int start_position, float soft_cap) {
+        float x[N][ROW_GROUPS][2], p[N][ROW_GROUPS][2];
+        Grid value[N][2][GROUPS];
+        u32 weights[N][GROUPS][COLUMN_TILES][2];  // p s of two rows
+        UNROLL for (int n = 0; n < N; n++)
+            read_keys<MASKED>(x[n], value[n], stage, grids, tile + n, start_position + n * TILE, soft_cap);
+        u32 over = 0;
+        UNROLL for (int n = 0; n < N; n++) over |= weigh(p[n], weights[n], x[n], value[n]);
         if (__any_sync(ALL, over)) {
             move_references(x, value);
-            weigh(p, weights, x, value);
+            UNROLL for (int n = 0; n < N; n++) weigh(p[n], weights[n], x[n], value[n]);
         }
-        UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
-            l[rows] += p[rows][0] + p[rows][1];
+        UNROLL for (int n = 0; n < N; n++) {
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                l[rows] += p[n][rows][0] + p[n][rows][1];
+                UNROLL for (int group = 0; group < GROUPS; group++)
+                    UNROLL for (int i = 0; i < 2; i++)
+                        lo[rows][group] += (PARAMETERS ? p[n][rows][i] * value[n][i][group].s : p[n][rows][i])
+                            * value[n][i][group].lo;
+            }
             UNROLL for (int group = 0; group < GROUPS; group++)
-                UNROLL for (int i = 0; i < 2; i++)
-                    lo[rows][group] +=
-                        (PARAMETERS ? p[rows][i] * value[i][group].s : p[rows][i]) * value[i][group].lo;
+                UNROLL for (int c = 0; c < COLUMN_TILES; c++)
+                    UNROLL for (int i = 0; i < 2; i++)
+                        weights[n][group][c][i] = transpose_8x8(weights[n][group][c][i]);
+            add_values(weights[n], (const u32*)(stage + (CHUNK + tile + n) * CODE_BYTES));
         }
-        UNROLL for (int group = 0; group < GROUPS; group++)
-            UNROLL for (int c = 0; c < COLUMN_TILES; c++)
-                UNROLL for (int i = 0; i < 2; i++)
-                    weights[group][c][i] = transpose_8x8(weights[group][c][i]);
-        add_values(weights, value_codes);
     }
 
     // The first tiles of a stage, which every row sees.
     template <int TILES>
     DEVICE void read_tiles(const u8* stage, const Grids& grids, float soft_cap) {
-        UNROLL for (int tile = 0; tile < TILES; tile++) read<false>(stage, grids, tile, 0, soft_cap);
+        UNROLL for (int tile = 0; tile + TILES_AT_ONCE <= TILES; tile += TILES_AT_ONCE)
+            read<false, TILES_AT_ONCE>(stage, grids, tile, 0, soft_cap);
+        if constexpr (TILES % TILES_AT_ONCE)
+            UNROLL for (int tile = TILES - TILES % TILES_AT_ONCE; tile < TILES; tile++)
+                read<false, 1>(stage, grids, tile, 0, soft_cap);
     }
 
     // p = 2^x and the weights p s as halves; not 0 if one is over the limit.
@@ -232,13 +254,20 @@ struct History {
         return (largest + over_limit) & 0x80008000u;
     }
 
-    DEVICE void stage_grids(Grids& grids, const u8* stage) {
-        const int lane = threadIdx.x % 32;
+    // A chunk's parameters as they are stored, a lane's share of them; then as grids for all lanes.
+    static constexpr int LANE_GRIDS = 2 * CHUNK_TOKENS / 32;
+    static DEVICE void load_chunk_parameters(u32 (&raw)[LANE_GRIDS], const u8* stage) {
         const u8* stored = stage + 2 * CHUNK * CODE_BYTES;
-        UNROLL for (int i = lane; i < 2 * CHUNK_TOKENS; i += 32) {
-            const int side = i / CHUNK_TOKENS, token = i % CHUNK_TOKENS;
-            grids[side][token] = read_parameters(stored + side * CHUNK * STORED_BYTES, token, 0,
-                                                 side ? value_exponent : key_exponent);
+        UNROLL for (int i = 0; i < LANE_GRIDS; i++) {
+            const int at = threadIdx.x % 32 + 32 * i, side = at / CHUNK_TOKENS;
+            raw[i] = load_parameters(stored + side * CHUNK * STORED_BYTES, at % CHUNK_TOKENS, 0);
+        }
+    }
+
+    DEVICE void stage_grids(Grids& grids, const u32 (&raw)[LANE_GRIDS]) {
+        UNROLL for (int i = 0; i < LANE_GRIDS; i++) {
+            const int at = threadIdx.x % 32 + 32 * i, side = at / CHUNK_TOKENS;
+            grids[side][at % CHUNK_TOKENS] = grid_of(raw[i], side ? value_exponent : key_exponent);
         }
         __syncwarp();
     }
@@ -330,13 +359,15 @@ struct History {
 
     // Move each row's reference so that its largest weight p s becomes 1: up only, but for the first
     // keys that it sees. Rare.
-    DEVICE void move_references(float (&x)[ROW_GROUPS][2], const Grid (&value)[2][GROUPS]) {
+    template <int N>
+    DEVICE void move_references(float (&x)[N][ROW_GROUPS][2], const Grid (&value)[N][2][GROUPS]) {
         bool all_seen = true;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             float top = -INFINITE;
-            UNROLL for (int i = 0; i < 2; i++)
-                UNROLL for (int group = 0; group < GROUPS; group++)
-                    top = fmaxf(top, x[rows][i] + log2_approx(value[i][group].s));
+            UNROLL for (int n = 0; n < N; n++)
+                UNROLL for (int i = 0; i < 2; i++)
+                    UNROLL for (int group = 0; group < GROUPS; group++)
+                        top = fmaxf(top, x[n][rows][i] + log2_approx(value[n][i][group].s));
             top = tokens_max(top);
             const bool unseen = m[rows] == NOTHING;
             if (unseen && top == -INFINITE) { all_seen = false; continue; }
@@ -344,7 +375,8 @@ struct History {
             const float factor = unseen ? 0.0f : exp2_approx(-top);
             m[rows] = unseen ? top : m[rows] + top;
             if (!SOFT_CAP) base[rows] -= top;
-            UNROLL for (int i = 0; i < 2; i++) x[rows][i] -= top;
+            UNROLL for (int n = 0; n < N; n++)
+                UNROLL for (int i = 0; i < 2; i++) x[n][rows][i] -= top;
             l[rows] *= factor;
             UNROLL for (int group = 0; group < GROUPS; group++) lo[rows][group] *= factor;
             UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
@@ -398,12 +430,14 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
     for (int i = 0; i < ring.count; i++) {
         wait_copies<STAGES - 2>();
         __syncwarp();
+        const u8* packed = stages + stage * STAGE_BYTES;
+        u32 raw[History::LANE_GRIDS];
+        if (STAGED_GRIDS) History::load_chunk_parameters(raw, packed);
         ring.fetch(i + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
         const int chunk = ring.first + i * WARPS, tiles = Ring::tiles_of(chunk);
         int start = Ring::position_of(chunk);
-        const u8* packed = stages + stage * STAGE_BYTES;
         Grids& grids = s.grids[warp];
-        if (STAGED_GRIDS) state.stage_grids(grids, packed);
+        if (STAGED_GRIDS) state.stage_grids(grids, raw);
         if (start >= all_oldest && start + tiles * TILE - 1 <= first - a.recent) {
             constexpr int SHORT = TILES_PER_PAGE % CHUNK;  // tiles of a page's last chunk, if not CHUNK
             if (SHORT && tiles == SHORT)
@@ -413,7 +447,7 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         } else {
             for (int tile = 0; tile < tiles; tile++, start += TILE)
                 if (start + TILE > oldest && start <= last - a.recent)
-                    state.template read<true>(packed, grids, tile, start, a.soft_cap);
+                    state.template read<true, 1>(packed, grids, tile, start, a.soft_cap);
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }

@@ -81,7 +81,28 @@ DEVICE void write_partial(float* record, const Shared& s) {
     }
 }
 
-// A part without keys of a kind has a factor of 0 and sums that may be anything.
+// Sums of keys with respect to a reference: what more of them, with another one, makes of them.
+struct Running {
+    float top = NOTHING, weight = 0;
+
+    // The factors of what is there and of what comes; a part without keys (weight 0) has 0, and sums
+    // that may be anything.
+    DEVICE Pair add(const Pair& stats) {
+        const float higher = stats.y > 0 ? fmaxf(top, stats.x) : top;
+        const Pair factors = {exp2_approx(top - higher), stats.y > 0 ? exp2_approx(stats.x - higher) : 0.0f};
+        weight = weight * factors.x + stats.y * factors.y;
+        top = higher;
+        return factors;
+    }
+};
+
+DEVICE void scale(Float4& sum, float factor) {
+    sum.x *= factor;
+    sum.y *= factor;
+    sum.z *= factor;
+    sum.w *= factor;
+}
+
 DEVICE void add_scaled(Float4& sum, const Float4& x, float factor) {
     if (!(factor > 0)) return;
     sum.x += x.x * factor;
@@ -91,50 +112,34 @@ DEVICE void add_scaled(Float4& sum, const Float4& x, float factor) {
 }
 
 // Add up what the parts of one pair left, in records first, first + 1, ... Only parts before
-// `windows_end` can have seen windows, only those from `history_begin` on history.
+// `windows_end` can have seen windows, only those from `history_begin` on history. Each warp has its
+// own parts and a reference of its own, so that statistics and sums are fetched in one go.
 DEVICE void merge_parts(const Arguments& a, int first, int parts, int history_begin, int windows_end,
                         Shared& s) {
     constexpr int ROW_QUADS = HEAD_DIM / 4, QUADS = ROWS * ROW_QUADS;
     constexpr int EACH = (QUADS + 31) / 32;  // of a lane
-    constexpr int AT_ONCE = EACH < 20 ? 20 / EACH : 1;
+    constexpr int ENOUGH = EACH < 20 ? 20 / EACH : 1, MOST = 32 / ROWS;  // a lane for each (part, row)
+    constexpr int AT_ONCE = ENOUGH < MOST ? ENOUGH : MOST;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (windows_end > parts) windows_end = parts;
-    // What each part's sums count: 2^(m - the largest m), in x. A warp takes a (kind, row).
-    Pair (*factors)[2 * ROWS] = (Pair (*)[2 * ROWS])s.work;  // [parts]
-    ROLLED for (int row = warp; row < 2 * ROWS; row += WARPS) {
-        const int begin = row < ROWS ? history_begin : 0, end = row < ROWS ? parts : windows_end;
-        float top = NOTHING, weight = 0;
-        ROLLED for (int from = begin + lane; from < end; from += 64) {
-            Pair stats[2];  // both on their way at once
-            UNROLL for (int i = 0; i < 2; i++) {
-                const int part = from + 32 * i < end ? from + 32 * i : from;
-                stats[i] = load_fresh_pair(record_of(a, first + part) + 2 * row);
-            }
-            UNROLL for (int i = 0; i < 2; i++) {
-                if (stats[i].y > 0) top = fmaxf(top, stats[i].x);
-                if (from + 32 * i < end) factors[from + 32 * i][row] = stats[i];
-            }
-        }
-        top = warp_max(top);
-        ROLLED for (int part = begin + lane; part < end; part += 32) {  // the lane's own
-            const Pair stats = factors[part][row];
-            const float factor = stats.y > 0 ? exp2_approx(stats.x - top) : 0.0f;
-            weight += stats.y * factor;
-            factors[part][row].x = factor;
-        }
-        weight = warp_sum(weight);
-        if (lane == 0) {
-            s.m[row / ROWS][row % ROWS] = top;
-            s.l[row / ROWS][row % ROWS] = weight;
-        }
-    }
-    __syncthreads();
+    auto stats_of = [&](int part, int row) {
+        return load_fresh_pair(record_of(a, first + part) + 2 * row);
+    };
+    auto windows_of = [&](int part, int quad) {
+        return load_fresh_quad(record_of(a, first + part) + 4 * (ROWS + QUADS + quad));
+    };
     // The windows of the first part, which often has them all, are on their way meanwhile.
     const int own = threadIdx.x < QUADS ? threadIdx.x : 0;
-    const Float4 first_windows = load_fresh_quad(record_of(a, first) + 4 * (ROWS + QUADS + own));
+    const Pair first_stats = stats_of(0, ROWS + own / ROW_QUADS);
+    const Float4 first_windows = windows_of(0, own);
+
     // History: warp w takes every WARPS-th part, several at a time so that their loads overlap.
     Float4 sum[EACH] = {};
+    float top = NOTHING, weight = 0;  // of row lane % ROWS; the weight of the lane's own parts
     ROLLED for (int base = history_begin + warp; base < parts; base += WARPS * AT_ONCE) {
+        const int mine = base + lane / ROWS * WARPS;
+        const bool there = lane / ROWS < AT_ONCE && mine < parts;
+        Pair stats = stats_of(there ? mine : base, lane % ROWS);
         Float4 x[AT_ONCE][EACH];
         UNROLL for (int j = 0; j < AT_ONCE; j++) {
             const int part = base + j * WARPS;
@@ -144,36 +149,63 @@ DEVICE void merge_parts(const Arguments& a, int first, int parts, int history_be
                 x[j][e] = load_fresh_quad(record + 4 * (QUADS % 32 == 0 || quad < QUADS ? quad : 0));
             }
         }
-        UNROLL for (int j = 0; j < AT_ONCE; j++) {
-            const int part = base + j * WARPS;
-            if (part >= parts) continue;
-            UNROLL for (int e = 0; e < EACH; e++) {
-                const int row = (lane + 32 * e) / ROW_QUADS;
-                add_scaled(sum[e], x[j][e], factors[part][row < ROWS ? row : 0].x);
-            }
+        if (!there) stats.y = 0;
+        float higher = stats.y > 0 ? fmaxf(top, stats.x) : top;
+        UNROLL for (int lanes = ROWS; lanes < 32; lanes *= 2)
+            higher = fmaxf(higher, __shfl_xor_sync(ALL, higher, lanes));
+        const float before = exp2_approx(top - higher);
+        const float factor = stats.y > 0 ? exp2_approx(stats.x - higher) : 0.0f;
+        weight = weight * before + stats.y * factor;
+        top = higher;
+        UNROLL for (int e = 0; e < EACH; e++) {
+            const int row = (lane + 32 * e) / ROW_QUADS % ROWS;
+            scale(sum[e], __shfl_sync(ALL, before, row));
+            UNROLL for (int j = 0; j < AT_ONCE; j++)
+                add_scaled(sum[e], x[j][e], __shfl_sync(ALL, factor, j * ROWS + row));
         }
     }
-    ROLLED for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
-        Float4 windows = {};
-        ROLLED for (int part = 0; part < windows_end; part++) {
-            const float* sums = record_of(a, first + part) + 4 * (ROWS + QUADS + quad);
-            add_scaled(windows, part || quad != own ? load_fresh_quad(sums) : first_windows,
-                       factors[part][ROWS + quad / ROW_QUADS].x);
-        }
-        *(Float4*)&s.window[quad / ROW_QUADS][quad % ROW_QUADS * 4] = windows;
+    UNROLL for (int lanes = ROWS; lanes < 32; lanes *= 2) weight += __shfl_xor_sync(ALL, weight, lanes);
+    if (lane < ROWS) {
+        s.warp_m[warp][lane] = top;
+        s.warp_l[warp][lane] = weight;
     }
-    __syncthreads();
     float* buffer = (float*)s.work;  // [WARPS][ROWS][HEAD_DIM]
     UNROLL for (int e = 0; e < EACH; e++) {
         const int quad = lane + 32 * e;
         if (QUADS % 32 == 0 || quad < QUADS)
             *(Float4*)&buffer[warp * ROWS * HEAD_DIM + 4 * quad] = sum[e];
     }
+    ROLLED for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
+        const int row = quad / ROW_QUADS;
+        Float4 windows = {};
+        Running running;
+        ROLLED for (int part = 0; part < windows_end; part++) {
+            const bool loaded = part == 0 && quad == own;
+            const Pair factors = running.add(loaded ? first_stats : stats_of(part, ROWS + row));
+            scale(windows, factors.x);
+            add_scaled(windows, loaded ? first_windows : windows_of(part, quad), factors.y);
+        }
+        *(Float4*)&s.window[row][quad % ROW_QUADS * 4] = windows;
+        if (quad % ROW_QUADS == 0) {
+            s.m[1][row] = running.top;
+            s.l[1][row] = running.weight;
+        }
+    }
     __syncthreads();
     ROLLED for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
-        float total = 0;
-        UNROLL for (int w = 0; w < WARPS; w++) total += buffer[w * ROWS * HEAD_DIM + i];
-        s.history[i / HEAD_DIM][i % HEAD_DIM] = total;
+        const int row = i / HEAD_DIM;
+        float highest = NOTHING, all = 0, total = 0;
+        UNROLL for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, s.warp_m[w][row]);
+        UNROLL for (int w = 0; w < WARPS; w++) {
+            const float factor = exp2_approx(s.warp_m[w][row] - highest);
+            total += buffer[w * ROWS * HEAD_DIM + i] * factor;
+            all += s.warp_l[w][row] * factor;
+        }
+        s.history[row][i % HEAD_DIM] = total;
+        if (i % HEAD_DIM == 0) {
+            s.m[0][row] = highest;
+            s.l[0][row] = all;
+        }
     }
     __syncthreads();
 }

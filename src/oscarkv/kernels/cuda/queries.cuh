@@ -19,15 +19,17 @@ DEVICE i64 query_at(const Arguments& a, int start, int head, int row) {  // elem
     return (start + row / a.group) * a.q_token + (head * a.group + row % a.group) * a.q_head;
 }
 
-constexpr int QUERY_THREADS = 32 * QUERY_ROWS;  // a warp for each row
+constexpr int QUERY_THREADS = 32 * QUERY_ROWS;  // a warp for each row, at least
 
-// Block (x, y): head x, and rows 8 y ... of those of all pairs, in the order of their records.
-extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const __grid_constant__ Arguments a) {
-    __shared__ alignas(16) u8 scratch[16 * QUERY_ROWS * QUERY_THREADS];
-    __shared__ alignas(16) float rows[QUERY_ROWS][STRIDE];  // queries, then transformed
+// Block (x, y): head x, and rows N y ... of those of all pairs, in the order of their records.
+template <int N>
+DEVICE void prepare_queries(const Arguments& a) {
+    __shared__ alignas(16) u8 scratch[16 * N * QUERY_THREADS];
+    __shared__ alignas(16) float rows[N][STRIDE];  // queries, then transformed
     constexpr int EACH = (HEAD_DIM + 31) / 32;  // channels of a lane
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
-    const int first = QUERY_ROWS * blockIdx.y;
+    const int first = N * blockIdx.y;
+    const bool row_there = warp < N;
     float key_mean[EACH], mean = 0;
     UNROLL for (int i = 0; i < EACH; i++) {
         const int c = lane + 32 * i;
@@ -37,14 +39,15 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const 
     const int pair = (first + warp) / ROWS, r = (first + warp) % ROWS;
     const int b = pair / a.row_blocks, row_block = pair % a.row_blocks;
     i64 at = -1;
-    if (b < a.batch) {  // written before oscar_schedule, which is not started early, so long before
+    // query_start was written before oscar_schedule, which is not started early, so long before.
+    if (row_there && b < a.batch) {
         const int start = a.query_start[b], row = row_block * ROWS + r;
         if (row < (a.query_start[b + 1] - start) * a.group) at = query_at(a, start, head, row);
     }
     auto fill = [&] {
         wait_for_previous();
         start_next();  // not earlier: it reads what the launches before this one wrote
-        UNROLL for (int i = 0; i < EACH; i++) {
+        if (row_there) UNROLL for (int i = 0; i < EACH; i++) {
             const int c = lane + 32 * i;
             if (HEAD_DIM % 32 && c >= HEAD_DIM) continue;
             const float x = at >= 0 ? load_activation(a.q[at + c]) : 0.0f;
@@ -52,37 +55,39 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const 
             mean += x * key_mean[i];
         }
     };
-    times_matrix<QUERY_ROWS, QUERY_THREADS>(
+    times_matrix<N, QUERY_THREADS>(
         rows, a.query_matrix + (i64)head * HEAD_DIM * HEAD_DIM, scratch, fill,
         [&](int row, int c, float sum) { rows[row][c] = sum; });
-    const float scale = a.scale * LOG2E;
-    float top = 0, sums[GROUPS] = {};
-    UNROLL for (int i = 0; i < EACH; i++) {
-        const int c = lane + 32 * i;
-        if (HEAD_DIM % 32 && c >= HEAD_DIM) continue;
-        const float x = rows[warp][c];
-        top = fmaxf(top, fabsf(x));
-        UNROLL for (int group = 0; group < GROUPS; group++)
-            if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
-    }
-    top = warp_max(top);
-    mean = warp_sum(mean);
-    UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
-    const float unit = top > 0 ? 32512.0f / top : 0.0f;  // 127 * 256: two bytes
-    UNROLL for (int i = 0; i < EACH; i++) {
-        const int c = lane + 32 * i;
-        if (HEAD_DIM % 32 == 0 || c < HEAD_DIM) rows[warp][c] *= unit;
-    }
-    if (lane == 0 && b < a.batch) {
-        PreparedQueries& result = *prepared(a, b, head, row_block);
-        // A sum of bytes counts 64 c in units of 256.
-        result.product[r] = exact_times_magic(top * (scale / (127.0f * 64.0f)));
-        result.mean[r] = mean * scale;
-        UNROLL for (int group = 0; group < GROUPS; group++)
-            result.offset[r][group] = sums[group] * scale;
+    if (row_there) {
+        const float scale = a.scale * LOG2E;
+        float top = 0, sums[GROUPS] = {};
+        UNROLL for (int i = 0; i < EACH; i++) {
+            const int c = lane + 32 * i;
+            if (HEAD_DIM % 32 && c >= HEAD_DIM) continue;
+            const float x = rows[warp][c];
+            top = fmaxf(top, fabsf(x));
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                if (c / (HEAD_DIM / GROUPS) == group) sums[group] += x;
+        }
+        top = warp_max(top);
+        mean = warp_sum(mean);
+        UNROLL for (int group = 0; group < GROUPS; group++) sums[group] = warp_sum(sums[group]);
+        const float unit = top > 0 ? 32512.0f / top : 0.0f;  // 127 * 256: two bytes
+        UNROLL for (int i = 0; i < EACH; i++) {
+            const int c = lane + 32 * i;
+            if (HEAD_DIM % 32 == 0 || c < HEAD_DIM) rows[warp][c] *= unit;
+        }
+        if (lane == 0 && b < a.batch) {
+            PreparedQueries& result = *prepared(a, b, head, row_block);
+            // A sum of bytes counts 64 c in units of 256.
+            result.product[r] = exact_times_magic(top * (scale / (127.0f * 64.0f)));
+            result.mean[r] = mean * scale;
+            UNROLL for (int group = 0; group < GROUPS; group++)
+                result.offset[r][group] = sums[group] * scale;
+        }
     }
     __syncthreads();
-    ROLLED for (int i = threadIdx.x; i < QUERY_ROWS / 4 * KEY_PARTS * 32; i += QUERY_THREADS) {
+    ROLLED for (int i = threadIdx.x; i < N / 4 * KEY_PARTS * 32; i += QUERY_THREADS) {
         const int l = i % 32, g = l / 4, t = l % 4;
         const int k = i / 32 % KEY_PARTS, four = 4 * (i / (32 * KEY_PARTS)), local = four + g / 2;
         const int pair = (first + four) / ROWS, b = pair / a.row_blocks;
@@ -98,6 +103,15 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const 
         }
         prepared(a, b, head, pair % a.row_blocks)->parts[(first + four) % ROWS / 4][k][l] = bytes;
     }
+}
+
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const __grid_constant__ Arguments a) {
+    prepare_queries<QUERY_ROWS>(a);
+}
+
+// For half as many rows, which are ready sooner.
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_few_queries(const __grid_constant__ Arguments a) {
+    prepare_queries<QUERY_ROWS / 2>(a);
 }
 
 // The piece's query rows as the B fragments of the windows' keys: column g is row 4 (g & 1) + g / 2

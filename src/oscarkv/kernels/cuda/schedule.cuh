@@ -89,10 +89,7 @@ DEVICE int block_sum(int x, int* sums, int& before) {
 }
 
 // Into how many parts of at most `size` units each line of a sequence is cut.
-DEVICE int parts_of(int units, int size) {
-    const int parts = (units + size - 1) / size;
-    return parts < MOST_PARTS ? parts : MOST_PARTS;
-}
+DEVICE int parts_of(int units, int size) { return (units + size - 1) / size; }
 
 // Units of a sequence's lines, and how many lines there are.
 struct Lines {

@@ -20,7 +20,6 @@ constexpr int PASS_ROWS = ROWS < 8 ? ROWS : 8;  // times_matrix takes so many at
 constexpr int SUMS_BYTES = 16 * PASS_ROWS * THREADS;
 DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
-constexpr int MOST_PARTS = WORK_BYTES / (16 * ROWS);  // of a pair: merge_parts keeps 16 bytes of each row
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
