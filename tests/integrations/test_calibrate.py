@@ -1,5 +1,7 @@
 """Calibration of whole models: seeds, documents, progress, and every way to be refused."""
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from oscarkv.calibration import statistics
 from oscarkv.calibration.general import general_texts
 from oscarkv.errors import CalibrationError, UnsupportedModelError
 from oscarkv.integrations.transformers import calibrate as calibration
+from oscarkv.integrations.transformers import passes
 from oscarkv.integrations.transformers.calibrate import calibrate, calibrate_many
 from oscarkv.integrations.transformers.text import (
     cut_sequences,
@@ -304,3 +307,19 @@ def test_general_text_is_left_out_where_windows_are_longer(monkeypatch: pytest.M
     blended, alone = run(model, [text], **knobs), run(model, [text], general=False, **knobs)
     assert "general_sha256" not in blended.calibration
     assert same(blended, alone)
+
+
+@pytest.mark.parametrize(
+    ("errors", "warned"), [([7.0, 0.5, 0.6], False), ([1.1, 1.2, 0.1], True)], ids=["one", "most"]
+)
+def test_refined_keys_that_lose_in_most_heads_are_warned_of(
+    errors: list[float], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer: Any = SimpleNamespace(errors=torch.tensor([errors, [0.0] * 3]))
+    check: Any = SimpleNamespace(unrefined_errors=torch.ones(3))
+    with caplog.at_level(logging.INFO):
+        passes._report_refining(BALANCED, {0: layer}, {0: check})
+    (said,) = caplog.records
+    assert (said.levelno == logging.WARNING) == warned
+    assert ("refine_keys=false" in said.getMessage()) == warned
+    assert f"worse in {sum(error > 1 for error in errors)} of 3 heads" in said.getMessage()

@@ -51,7 +51,11 @@ def position_offsets(length: int, target_length: int) -> Tensor:
 def _report_refining(
     recipe: Recipe, layers: dict[int, LayerTransforms], checks: dict[int, LayerCheck]
 ) -> None:
-    """Say what refining keys does to logits on held-back text; warn where it does harm."""
+    """Say what refining keys does to logits on held-back text; warn where it does harm.
+
+    The median head decides: single ones may lose by far while predictions gain. Of SmolLM2's 90
+    heads a quarter lose, one by seven times, and yet KL is far lower with refined keys.
+    """
     pairs = [
         torch.stack([layers[index].errors[0], plain])
         for index, check in checks.items()
@@ -60,14 +64,14 @@ def _report_refining(
     if not pairs:
         return
     refined, plain = torch.cat(pairs, 1)
-    better = bool(refined.mean() <= plain.mean())
+    ratio = float((refined / plain).nanmedian())
+    better = not ratio > 1
     logger.log(
         logging.INFO if better else logging.WARNING,
-        "%s: mean error of logits on held-back text %.4f, without refined keys %.4f; they do "
-        "worse in %d of %d heads%s",
+        "%s: in the median head, refined keys make %.2f times the error of logits of plain ones on "
+        "held-back text; they do worse in %d of %d heads%s",
         recipe.name,
-        float(refined.mean()),
-        float(plain.mean()),
+        ratio,
         int((refined > plain).sum()),
         len(plain),
         "" if better else ": calibrate on more text, or with --set refine_keys=false",
