@@ -1,13 +1,15 @@
 """SGLang with random weights: capacity, decode steps, prefill, answers. One engine a run.
 
     python scripts/gpu_sglang.py --backend oscarkv --steps 32x16384 1x100000
+    python scripts/gpu_sglang.py --backend oscarkv --throughput 128x32768x512 --max-running 128
     python scripts/gpu_sglang.py --backend oscarkv --answers --options '{"recent": 4096}' > ours.txt
     python scripts/gpu_sglang.py --compare stock.txt ours.txt
 
 Prints one JSON object a line. SGLang must be importable and oscarkv's entry point discoverable (an
-installed oscarkv, or its dist-info on PYTHONPATH). Contexts are read: SGLang has no way to mark
-them as computed. Answers are those of a small model whose weights make attention matter; the
-engine's dummy weights, which the other figures are taken with, say the same token all the time.
+installed oscarkv, or its dist-info on PYTHONPATH). Contexts are read; with --throughput they count
+as computed: their prompts are scheduled and given memory, and no model runs. Answers are those of a
+small model whose weights make attention matter; the engine's dummy weights, which the other figures
+are taken with, say the same token all the time.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--geometry", default="qwen3-8b")
     add("--layers", type=int, help="fewer than the geometry's")
     add("--steps", nargs="*", default=[], metavar="BATCHxCONTEXT")
+    add("--throughput", type=load, metavar="REQUESTSxCONTEXTxNEW", help="contexts computed")
     add("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
     add("--answers", action="store_true", help="tokens and logprobs, to compare runs with")
     add("--compare", nargs=2, type=Path, metavar="FILE", help="what two runs of --answers wrote")
@@ -63,6 +66,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--eager", action="store_true", help="no CUDA graphs")
     add("--overlap", action="store_true", help="SGLang's overlapped scheduler")
     return parser.parse_args(words)
+
+
+def load(text: str) -> tuple[int, int, int]:
+    requests, context, new = map(int, text.split("x"))
+    return requests, context, new
 
 
 def emit(what: str, **figures: Any) -> None:
@@ -141,7 +149,7 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
     import torch
 
     from oscarkv.benchmark import serving_sglang
-    from oscarkv.benchmark.serving_plan import REAL, SGLANG, EnginePlan, Shape
+    from oscarkv.benchmark.serving_plan import COMPUTED, REAL, SGLANG, EnginePlan, Load, Shape
 
     model, artifact = make_model(chosen, folder)
     shapes = [Shape.parse(text) for text in chosen.steps]
@@ -177,9 +185,10 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
         chosen.backend,
         str(model),
         knobs,
-        REAL,
+        COMPUTED if chosen.throughput else REAL,
         VOCABULARY,
         shapes,
+        load=Load(*chosen.throughput) if chosen.throughput else None,
         prompts=[*chosen.prefill, *([max(ANSWERED) + NEW] if chosen.answers else [])],
         repeats=chosen.repeats,
         kind=SGLANG,
@@ -219,7 +228,8 @@ def step_times(driver: Any, repeats: int) -> None:
     for shape in driver.plan.shapes:
         begin = time.perf_counter()
         try:
-            times = [1000 * driver.step_time(shape) for _ in range(repeats)]
+            with driver.contexts(driver.plan.step_contexts):
+                times = [1000 * driver.step_time(shape) for _ in range(repeats)]
         except DoesNotFit as reason:
             emit("step", batch=shape.batch, context=shape.context, error=str(reason))
             continue
@@ -231,6 +241,15 @@ def step_times(driver: Any, repeats: int) -> None:
             all_ms=[round(x, 3) for x in times],
             took_s=round(time.perf_counter() - begin, 1),
         )
+
+
+def throughput(driver: Any) -> None:
+    from oscarkv.benchmark.serving_plan import COMPUTED
+
+    driver.warm_up()
+    with driver.contexts(COMPUTED):
+        found = driver.serve(driver.plan.load)
+    emit("throughput", **vars(driver.plan.load), **found)
 
 
 def prefill(driver: Any, length: int, repeats: int) -> None:
@@ -302,6 +321,8 @@ def main(words: Sequence[str] | None = None) -> None:
             if chosen.steps:
                 driver.warm_up()
                 step_times(driver, chosen.repeats)
+            if chosen.throughput:
+                throughput(driver)
             for length in chosen.prefill:
                 prefill(driver, length, chosen.repeats)
         finally:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from oscarkv.benchmark.serving_plan import WARM_TOKENS, EnginePlan, Load, Shape
+import torch
+
+from oscarkv.benchmark.serving_plan import COMPUTED, WARM_TOKENS, EnginePlan, Load, Shape
 from oscarkv.benchmark.serving_worker import DoesNotFit, spread
 
 
 def start(plan: EnginePlan) -> tuple[Driver, dict[str, Any]]:
     """The engine, and what it says of itself."""
-    import sglang
+    from sglang.srt.entrypoints.engine import Engine
 
-    engine = sglang.Engine(model_path=plan.model, **plan.engine)
+    computed = multiprocessing.get_context("spawn").Value("b", False)
+
+    if plan.connector:
+        Engine.run_scheduler_process_func = staticmethod(partial(run_scheduler, computed))
+    engine = Engine(model_path=plan.model, **plan.engine)
     facts = engine._scheduler_init_result.scheduler_infos[0]
     config = engine.server_args.resolved_dict()
     about = {
@@ -27,15 +37,45 @@ def start(plan: EnginePlan) -> tuple[Driver, dict[str, Any]]:
         "dtype": config["dtype"],
         "device": config["device"],
     }
-    return Driver(engine, plan, facts["max_total_num_tokens"]), about
+    return Driver(engine, plan, facts["max_total_num_tokens"], computed), about
+
+
+def run_scheduler(computed: Any, *arguments: Any, **named: Any) -> None:
+    """SGLang's scheduler in its own process. While `computed` is set, prompts are scheduled and
+    given their memory as always, but not read: what their pages hold is what decoding gets."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
+
+    read = ModelRunner._forward_raw
+
+    def forward(self: Any, batch: Any, *rest: Any, **more: Any) -> Any:
+        if not computed.value or not batch.forward_mode.is_extend():
+            return read(self, batch, *rest, **more)
+        shape = batch.batch_size, self.model_config.vocab_size
+        logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        return ModelRunnerOutput(LogitsProcessorOutput(logits), can_run_graph=False)
+
+    ModelRunner._forward_raw = forward
+    run_scheduler_process(*arguments, **named)
 
 
 class Driver:
     """Every request is streamed, and each of its tokens has a time."""
 
-    def __init__(self, engine: Any, plan: EnginePlan, capacity: int) -> None:
+    def __init__(self, engine: Any, plan: EnginePlan, capacity: int, computed: Any) -> None:
         self.engine, self.plan, self.capacity = engine, plan, capacity
+        self._computed = computed  # shared with the scheduler's process
         self._rng = random.Random(0)
+
+    @contextmanager
+    def contexts(self, wanted: str) -> Iterator[None]:
+        """Whether prompts are read meanwhile."""
+        self._computed.value = wanted == COMPUTED
+        try:
+            yield
+        finally:
+            self._computed.value = False
 
     def prompt(self, length: int) -> list[int]:
         """Fresh tokens every time, so that nothing is found in a cache."""

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,6 @@ from oscarkv.benchmark.serving_plan import (
     OURS,
     REAL,
     SGLANG,
-    VLLM,
     WARM_TOKENS,
     EnginePlan,
     Load,
@@ -78,11 +77,12 @@ def _run(plan: EnginePlan) -> None:
         driver, about = start(plan)
     emit("started", seconds=time.perf_counter() - begin, **about)
     driver.warm_up()
-    for shape in plan.shapes:
-        what = {**vars(shape), "contexts": plan.step_contexts}
-        measure("steps", what, plan.repeats, partial(driver.step_time, shape))
+    with driver.contexts(plan.step_contexts):
+        for shape in plan.shapes:
+            what = {**vars(shape), "contexts": plan.step_contexts}
+            measure("steps", what, plan.repeats, partial(driver.step_time, shape))
     for contexts in plan.load_contexts:
-        with driver.contexts(contexts) if plan.kind == VLLM else nullcontext():
+        with driver.contexts(contexts):
             if contexts == REAL:
                 for length in plan.prompts:
                     once = partial(driver.first_token, length)

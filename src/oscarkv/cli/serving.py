@@ -82,7 +82,7 @@ def serving(
         typer.Option(
             help="computed: contexts are marked as computed; real: they are read; both: decoding "
             "with the first, times to first token with the second.",
-            show_default="both; without a GPU, or with sglang, real",
+            show_default="both; without a GPU, real",
         ),
     ] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Of every figure; medians count.")] = 3,
@@ -145,11 +145,9 @@ def serving(
         serving_report.require_matplotlib()
     on_gpu = torch.cuda.is_available()
     if prefill == "auto":
-        prefill = BOTH if on_gpu and engine != SGLANG else REAL
+        prefill = BOTH if on_gpu else REAL
     if prefill not in PREFILLS:
         raise OscarError(f"--prefill {prefill}: use {', '.join(PREFILLS)}")
-    if engine == SGLANG and prefill != REAL:
-        raise OscarError(f"--prefill {prefill}: SGLang has no way to mark contexts as computed")
     asked = [Shape.parse(part) for part in _listed(shapes or _shapes(on_gpu))]
     names = _listed(engines or _engines(engine, on_gpu))
     lengths = [parse_length(part) for part in _listed(prompts)]

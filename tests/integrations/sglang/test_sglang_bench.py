@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from oscarkv.cli import app
 
 SMALL = "--geometry tiny --memory 0.05 --eager --steps 4 --repeats 1 --shapes 2x300 --prompts 200"
-LOAD = "--requests 3 --request-context 900 --new-tokens 4 --recent 64 --sink 16"
+LOAD = "--requests 3 --request-context 900 --new-tokens 4 --recent 64 --sink 16 --prefill both"
 
 
 @pytest.mark.slow
@@ -26,9 +26,12 @@ def test_both_attentions(tmp_path):
     for entry in record["runs"]:
         assert entry["status"] == "measured", entry["reason"]
         assert entry["started"]["attention"] == [entry["name"]]
-        assert [load["contexts"] for load in entry["loads"]] == ["real"]
-        assert entry["loads"][0]["tokens"] == 12
-        assert entry["loads"][0]["most_at_once"] == 3
+        assert [load["contexts"] for load in entry["loads"]] == ["computed", "real"]
+        for load in entry["loads"]:
+            assert load["tokens"] == 12
+            assert load["most_at_once"] == 3
+        computed, real = (load["first_token_s"]["mean"] for load in entry["loads"])
+        assert computed < real  # nothing is read
         assert entry["steps"][0]["seconds"] > 0
         assert entry["first_token"][0]["context"] == 200
     assert mine["kv_tokens"] > stock["kv_tokens"]
