@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("sglang.srt.plugins")
 
 from schedulers import engine
-from serving_models import prompts
+from serving_models import prompts, twenty_prompts
 
 LENGTHS = (5, 40, 300, 700)
 #: Tokens of a page: 256 for fp32 windows.
@@ -51,6 +51,13 @@ def test_windows_that_hold_everything_give_stock_tokens(tiny_model, asked, stock
         assert started.generate(asked) == stock
         assert started.generate(asked) == stock
         assert started.cached == [0, 0, 256, 512]
+
+
+def test_twenty_long_prompts(tiny_model):
+    """As in vLLM (test_engine.py), so both plugins give the same tokens."""
+    asked = twenty_prompts()
+    with engine(tiny_model, STRICT, context_length=4096, max_total_tokens=40960) as started:
+        assert started.generate(asked) == tiny_model.oracle(asked)
 
 
 @pytest.mark.parametrize("chunk", [2048, PAGE, 2 * PAGE])

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
-from serving_models import prompts
+from serving_models import prompts, twenty_prompts
 
 LENGTHS = (5, 40, 300, 700)
 STRICT = {"strict": True}
@@ -54,6 +54,13 @@ def test_windows_that_hold_everything_give_stock_tokens(tiny_model, asked, stock
     with tiny_model.engine({"recent": 4096}, **knobs) as engine:
         assert engine.generate(asked) == stock
         assert engine.used_blocks == 0
+
+
+def test_twenty_long_prompts(tiny_model):
+    """As in SGLang (test_sglang_engine.py), so both plugins give the same tokens."""
+    asked = twenty_prompts()
+    with tiny_model.engine(STRICT, max_model_len=4096) as engine:
+        assert engine.generate(asked) == tiny_model.oracle(asked)
 
 
 def test_exact_with_prefix_hits(tiny_model, asked, stock):
