@@ -21,11 +21,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def twenty_prompts() -> list[list[int]]:
-    """Of 1,000 to 4,000 tokens: nearly all of each is packed.
-
-    None of their answers has two tokens so nearly tied that an engine's rounding decides; of other
-    seeds, one answer in twenty or so has.
-    """
+    """Of 1,000 to 4,000 tokens: nearly all of each is packed."""
     return prompts(*(1000 + 3000 * i // 19 for i in range(20)), seed=22)
 
 
@@ -66,3 +62,23 @@ class TinyModel:
             )
             made.append(out[0, len(prompt) :].tolist())
         return made
+
+    def doubts(self, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
+        """By how many nats each answer's worst token is less likely than `OscarCache`'s own choice
+        after the same tokens, in strict mode.
+
+        0 is the same greedy answer. Where two tokens are all but equally likely an engine's
+        rounding decides, and then the rest of the answer is another one, yet as right.
+        """
+        worst = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            cache = oscarkv.OscarCache(self.model, self.artifact, strict=True)
+            with torch.no_grad():
+                logits = self.model(
+                    torch.tensor([prompt + answer[:-1]]),
+                    past_key_values=cache,
+                    logits_to_keep=len(answer),
+                ).logits[0]
+            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            worst.append(float((logits.amax(-1) - chosen).max()))
+        return worst

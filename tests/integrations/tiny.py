@@ -192,9 +192,10 @@ def decode_logits(made: Any, ids: torch.Tensor, cache: Any, prompt: int) -> torc
     return torch.cat(parts, 1)
 
 
-def assert_same_rows(found: torch.Tensor, expected: torch.Tensor, worst: float = 5e-3) -> None:
-    """Logits that differ by fp32 rounding, and by the few codes that such rounding tips over."""
+def assert_same_rows(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Logits that differ by fp32 rounding, and by what such rounding tips over: a code here and
+    there, or a row's scale, whose 8-bit steps are of 4 %. Which ones depends on the processor."""
     assert found.shape == expected.shape
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert errors.max() < worst, errors
+    assert errors.max() < 0.05, errors
     assert errors.median() < 1e-4, errors
