@@ -11,9 +11,9 @@
 // A "pair" is one (sequence, KV head, block of query rows). Its work is a line of units: first its
 // window tiles (WINDOW_COST units each), then its history chunks (CHUNK units each). oscar_schedule
 // cuts each line into equal parts, about as many in all as the GPU holds blocks or, where lengths
-// differ, a few times as many, and blocks take them in turn. A pair of one part is finished by its block; otherwise each part leaves its sums,
-// and the last block to arrive adds them up in the order of the line. So the result does not depend
-// on who did what: two runs give the same bits.
+// differ, a few times as many, and blocks take them in turn. A pair of one part is finished by its
+// block; otherwise each part leaves its sums, and the last block to arrive adds them up in the order
+// of the line. So the result does not depend on who did what: two runs give the same bits.
 //
 // History tiles, in registers only (why: docs/how-it-works.md, kernels):
 // - Keys: codes are the A operand of byte products, four to a register by one AND (an IMAD brings

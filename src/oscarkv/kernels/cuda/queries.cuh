@@ -105,12 +105,14 @@ DEVICE void prepare_queries(const Arguments& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_queries(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS)
+oscar_queries(const __grid_constant__ Arguments a) {
     prepare_queries<QUERY_ROWS>(a);
 }
 
 // For half as many rows, which are ready sooner.
-extern "C" __global__ void __launch_bounds__(QUERY_THREADS) oscar_few_queries(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS)
+oscar_few_queries(const __grid_constant__ Arguments a) {
     prepare_queries<QUERY_ROWS / 2>(a);
 }
 
