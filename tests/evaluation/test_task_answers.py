@@ -54,10 +54,28 @@ def test_boxed(text: str, found: str | None) -> None:
         ("Reasons.\n\nA", "A"),
         ("A is wrong, and so is B", None),
         ("Answer: E", None),
+        (r"\boxed{Answer: B}", "B"),
+        (r"Benzene is \boxed{C_6H_6}. Answer: A", "A"),
+        (r"\boxed{D-glucose}. Answer: B", "B"),
+        (r"The answer is A. No: \boxed{\mathrm{B}}", "B"),
+        (r"\boxed{B. They meet}", "B"),
+        ("**Answer**: B", "B"),
+        ("Answer: $B$", "B"),
+        (r"Answer: \(B\)", "B"),
+        ("Answer: [B]", "B"),
+        ("The correct answer is option B.", "B"),
+        ("The answer is a mixture.", None),
+        ("Answer: D-glucose", None),
     ],
 )
 def test_choice(text: str, found: str | None) -> None:
     assert answers.choice(text) == found
+
+
+def test_code_blocks() -> None:
+    text = "```python3\r\na = 1\r\n```\nIt prints:\n```text\n1\n```\nand\n```\nb = 2\n```"
+    assert answers.code_blocks(text) == ["a = 1\n", "b = 2\n"]
+    assert answers.code_blocks("```python\nnever closed") == []
 
 
 @pytest.mark.parametrize(
@@ -79,6 +97,10 @@ def test_choice(text: str, found: str | None) -> None:
         (".5", "0.5"),
         (r"\$18.90", "18.90"),
         (r"1\frac{1}{2}", "1.5"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        ("\\begin{pmatrix}1\\\\\n2\\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        (r"x\ =\ 5", "5"),
+        ("1{,}000", "1000"),
     ],
 )
 def test_equal(a: str, b: str) -> None:

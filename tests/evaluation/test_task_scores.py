@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from oscarkv.errors import MissingDependencyError, OscarError
-from oscarkv.evaluation.tasks import livecodebench, longbench
+from oscarkv.evaluation.tasks import data, livecodebench, longbench
 from oscarkv.evaluation.tasks.data import problems, read_rows
 from oscarkv.evaluation.tasks.registry import TASKS, get_task
 
@@ -63,6 +63,9 @@ FIXTURES: list[tuple[str, dict[str, Any], str, str]] = [
     ("humaneval", HUMANEVAL, "    return sum(xs)\n", "    return len(xs)\n"),
     ("humaneval", HUMANEVAL, "```python\ndef total(xs):\n    return sum(xs)\n```",
      "```python\ndef total(xs):\n    import sys\n    sys.exit(0)\n```"),
+    ("humaneval", HUMANEVAL,
+     "```python\ndef total(xs):\n    return sum(xs)\n```\nUse:\n```python\ntotal([1])\n```",
+     "```python\ndef total(xs):\n    return 0\n```"),
     ("livecodebench-v6", SQUARE, "```python\nprint(int(input())**2)\n```",
      "```python\nprint(9)\n```"),
     ("livecodebench-v6", METHOD,
@@ -130,6 +133,18 @@ def test_hidden_tests_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
+def test_programs_find_what_the_benchmark_imports() -> None:
+    task = get_task("livecodebench-v6")
+    program = "from __future__ import annotations\nprint(pow(int(input()), 2, 10**9) + gcd(0, 0))"
+    assert task.score(f"```python\n{program}\n```", task.read(SQUARE, 0)).score == 1.0
+
+
+def test_large_numbers_are_compared_to_the_last_digit() -> None:
+    assert livecodebench._same("0.50\n1e3", "0.5\n1000")
+    assert not livecodebench._same("500000000000000000", "500000000000000001")
+    assert not livecodebench._same("yes", "no")
+
+
 def test_longbench_measures() -> None:
     assert longbench.f1("the Ada Lovelace!", "ada lovelace") == 1.0
     assert longbench.f1("Ada", "Ada Lovelace") == pytest.approx(2 / 3)
@@ -143,6 +158,42 @@ def test_ruler_questions_take_any_answer() -> None:
     row = {"input": "Q", "outputs": ["Paris", "Lutetia"], "task": "qa_1"}
     assert task.score("It is paris.", task.read(row, 0)).score == 1.0
     assert task.score("paris", task.read(row | {"task": "niah"}, 0)).score == 0.5
+
+
+def test_ruler_as_its_generator_and_as_the_hub_has_it(tmp_path: Path) -> None:
+    row = {"index": 0, "input": "Q", "outputs": ["Paris", "Lutetia"], "length": 4096}
+    for name in ("qa_1", "niah_single_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "validation.jsonl").write_text(json.dumps(row) + "\n")
+    task = get_task("ruler")
+    found = problems(task, tmp_path)
+    assert [problem.group for problem in found] == ["niah_single_1", "qa_1"]
+    assert [task.score("Paris", problem).score for problem in found] == [0.5, 1.0]
+    hub = {"context": "It is 7.", "question": "What?", "answer_prefix": "It is", "answer": ["7"]}
+    problem = task.read(hub | {"task": "niah"}, 0)
+    assert problem.question == "It is 7.\nWhat?\nIt is"
+    assert task.score("7", problem).score == 1.0
+
+
+def test_data_sets_that_are_scripts_are_read_by_their_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    asked = []
+
+    def load_dataset(kind: str, data_files: str, **_: Any) -> list[dict[str, Any]]:
+        asked.append((kind, data_files))
+        row = {"dataset": "qasper", "input": "Who?", "context": "Ada.", "answers": ["Ada"]}
+        return [row | {"_id": data_files}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert len(problems(get_task("longbench"), None)) == len(longbench.SUBSETS)
+    url = "hf://datasets/THUDM/LongBench/data.zip"
+    assert asked[0] == ("json", f"zip://data/narrativeqa.jsonl::{url}")
+    files = [data._url("a/b", file) for file in livecodebench.TASK.hub.files]
+    assert files[::5] == ["hf://datasets/a/b/test.jsonl", "hf://datasets/a/b/test6.jsonl"]
 
 
 def test_rows_of_every_kind_of_file(tmp_path: Path) -> None:
@@ -168,6 +219,7 @@ def test_rows_of_every_kind_of_file(tmp_path: Path) -> None:
         ("a.jsonl", '{"question": "Q"}', "row 1 has no field 'answer'"),
         ("a.jsonl", '{"question": "Q", "answer": "none"}', "no number after ####"),
         ("a.jsonl", "", "has no problems"),
+        ("a.json", "5", "no list of objects"),
     ],
 )
 def test_bad_data_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -160,15 +160,22 @@ def test_transformers_in_batches_gives_what_single_prompts_give(packed: bool) ->
     model, tokenizer = tiny.model("llama"), tiny.tokenizer()
     artifact = tiny.calibrated("llama") if packed else None
     texts = [tiny.text(60 + 9 * n, seed=n) for n in range(5)]
-    requests = [Request(str(n), tokenizer(text)["input_ids"], 8, 0) for n, text in enumerate(texts)]
+    requests = [Request(str(n), tokenizer(text)["input_ids"], 8, n) for n, text in enumerate(texts)]
+    sizes: list[int] = []
+
+    class Watched(TransformersEngine):
+        def _batch(self, requests: Any, *rest: Any) -> None:
+            sizes.append(len(requests))
+            super()._batch(requests, *rest)
 
     def ask(batch: int) -> dict[str, str]:
         found: dict[str, str] = {}
-        engine = TransformersEngine(model, tokenizer, artifact, batch)
+        engine = Watched(model, tokenizer, artifact, batch)
         engine.answer(requests, Sampling(), lambda a: found.__setitem__(a.key, a.text))
         return found
 
     together = ask(3)
+    assert sizes == [3, 2]
     assert together == ask(1)
     assert len(together) == 5
 

@@ -163,9 +163,6 @@ def tasks(
         raise OscarError(f"--seeds {count} would ask the same {count} times; set --temperature")
     if engine == "vllm":
         _require_vllm()
-    if artifact and not artifact[0].exists():
-        gather.calibrate_apart(model, artifact[0], calibration_text or [], tokens)
-    loaded_artifacts = gather.load_artifacts(artifact or [], [r.name for r in wanted])
 
     from oscarkv.evaluation.tasks.data import problems
 
@@ -183,6 +180,9 @@ def tasks(
         )
         for task in chosen
     ]
+    if artifact and not artifact[0].exists():
+        gather.calibrate_apart(model, artifact[0], calibration_text or [], tokens)
+    loaded_artifacts = gather.load_artifacts(artifact or [], [r.name for r in wanted])
     earlier = load_record(json_file) if json_file is not None and json_file.exists() else None
     place = Place(model, engine, device, dtype)
     plans = [_with_chat(plan, chat, place.tokenizer) for plan in plain]

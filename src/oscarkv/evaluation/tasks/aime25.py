@@ -36,5 +36,4 @@ TASK = Task(
     score=score,
     hub=Hub("math-ai/aime25"),
     max_new_tokens=32768,
-    harness="aime25",
 )

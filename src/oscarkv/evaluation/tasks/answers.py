@@ -55,22 +55,22 @@ def boxed(text: str) -> str | None:
 
 
 def choice(text: str, letters: str = "ABCD") -> str | None:
-    """The letter that a text settles on: boxed, or behind "answer is"/"Answer:", the last one."""
-    inside = boxed(text)
-    if inside:
-        found = re.fullmatch(rf"(?:\\text(?:bf)?\{{)?\s*\(?([{letters}])\)?[.:]?.*", inside.strip())
-        if found:
-            return found[1]
-    pattern = rf"answer\s*(?:is|:)[\s*:]*\(?\\?(?:boxed\{{)?([{letters}])\b"
-    matches = re.findall(pattern, text, re.IGNORECASE)
-    if matches:
-        return str(matches[-1]).upper()
+    """The letter that a text settles on: boxed, or behind "answer is" or "Answer:", whichever comes
+    last; without those, a last line that is nothing but a letter."""
+    around = r"(?:[\s*_$\[({]|\\[(\[]|\\(?:boxed|text(?:bf)?|math(?:rm|bf))\s*\{)*"
+    pattern = rf"(?i:answer)[\s*_]*(?:is|:)[\s*:]*(?:option\b)?{around}([{letters}])(?![\w'-])"
+    found = [(match.start(), match[1]) for match in re.finditer(pattern, text)]
+    alone = re.fullmatch(rf"{around}([{letters}])(?:[)\]}}*$.:].*)?", boxed(text) or "", re.DOTALL)
+    if alone:
+        found.append((text.rfind("\\boxed"), alone[1]))
+    if found:
+        return max(found)[1]
     lines = [line for line in text.strip().splitlines() if line.strip()]
     last = re.fullmatch(rf"[\s*(]*([{letters}])[\s*).]*", lines[-1]) if lines else None
     return last[1] if last else None
 
 
-def code_block(text: str) -> str | None:
-    """The last fenced block of code."""
-    found = re.findall(r"```(?:python|py|Python)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return found[-1] if found else None
+def code_blocks(text: str) -> list[str]:
+    """The fenced blocks of code, those of another language than Python left out."""
+    found = re.findall(r"```([^\n`]*)\n(.*?)```", text.replace("\r\n", "\n"), re.DOTALL)
+    return [block for language, block in found if language.strip().lower()[:2] in ("", "py")]

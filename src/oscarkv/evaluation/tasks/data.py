@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from oscarkv.errors import MissingDependencyError, OscarError
-from oscarkv.evaluation.tasks.task import Hub, Problem, Row, Task
+from oscarkv.evaluation.tasks.task import SOURCE, Hub, Problem, Row, Task
 
+#: Names of files that say nothing of what is in them; their folder's does.
+SPLITS = ("train", "validation", "test")
 KINDS = ".jsonl, .json, .csv, .jsonl.gz, .json.gz or .parquet"
 
 
@@ -29,7 +31,7 @@ def problems(task: Task, source: Path | None, limit: int | None = None) -> list[
         except KeyError as error:
             raise OscarError(
                 f"{where}: row {index + 1} has no field {error}, which {task.name} needs; it has "
-                f"{', '.join(map(str, row)) or 'none'}"
+                f"{', '.join(str(field) for field in row if field != SOURCE) or 'none'}"
             ) from None
         except (TypeError, ValueError) as error:
             raise OscarError(f"{where}: row {index + 1}: {error}") from None
@@ -44,34 +46,41 @@ def problems(task: Task, source: Path | None, limit: int | None = None) -> list[
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file; a folder's files one after the other."""
+    """Rows of a file; a folder's files one after the other, those of its folders too."""
     if path.is_dir():
-        inside = sorted(p for p in path.iterdir() if p.is_file() and _kind(p))
+        inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
         if not inside:
             raise OscarError(f"{path} holds no {KINDS} files")
         for file in inside:
             yield from read_rows(file)
         return
-    kind = _kind(path)
-    if kind is None:
-        raise OscarError(f"{path}: rows are read from {KINDS} files")
+    name = path.name.split(".")[0]
+    name = path.absolute().parent.name if name in SPLITS else name
     try:
-        if kind == "parquet":
-            yield from _parquet(path)
-            return
-        text = _text(path)
-        if kind == "csv":
-            yield from csv.DictReader(io.StringIO(text, newline=""))
-        elif kind == "json":
-            yield from _checked(json.loads(text), path, 1)
-        else:
-            for number, line in enumerate(text.split("\n"), 1):  # not at U+2028
-                if line.strip():
-                    yield from _checked([json.loads(line)], path, number)
+        for row in _file_rows(path):
+            yield {SOURCE: name, **row}
     except OSError as error:
         raise OscarError(f"cannot read {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error, EOFError) as error:
         raise OscarError(f"{path} is damaged: {error}") from None
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    kind = _kind(path)
+    if kind is None:
+        raise OscarError(f"{path}: rows are read from {KINDS} files")
+    if kind == "parquet":
+        yield from _parquet(path)
+        return
+    text = _text(path)
+    if kind == "csv":
+        yield from csv.DictReader(io.StringIO(text, newline=""))
+    elif kind == "json":
+        yield from _checked(json.loads(text), path, 1)
+    else:
+        for number, line in enumerate(text.split("\n"), 1):  # not at U+2028
+            if line.strip():
+                yield from _checked([json.loads(line)], path, number)
 
 
 def _kind(path: Path) -> str | None:
@@ -92,6 +101,8 @@ def _text(path: Path) -> str:
 def _checked(rows: Any, path: Path, line: int) -> Iterator[Row]:
     if isinstance(rows, dict):  # {"data": [...]}, or one object a name
         rows = next((v for v in rows.values() if isinstance(v, list)), [rows])
+    if not isinstance(rows, list):
+        raise OscarError(f"{path} holds no list of objects with named fields")
     for row in rows:
         if not isinstance(row, dict):
             raise OscarError(f"{path}: line {line} is no object with named fields")
@@ -117,6 +128,11 @@ def hub_rows(hub: Hub) -> Iterator[Row]:
             "local copy with --data"
         ) from None
     try:
+        if hub.files:
+            for file in hub.files:
+                url = _url(hub.dataset, file)
+                yield from load_dataset("json", data_files=url, split="train", streaming=True)
+            return
         rows = load_dataset(hub.dataset, hub.name, split=hub.split)
     except Exception as error:  # datasets raises whatever its parts raise
         reason = " ".join(str(error).split())[:300]
@@ -124,3 +140,9 @@ def hub_rows(hub: Hub) -> Iterator[Row]:
             f"cannot load {hub.dataset} from the hub: {reason}; give a local copy with --data"
         ) from None
     yield from rows
+
+
+def _url(dataset: str, file: str) -> str:
+    name, _, member = file.partition("!")
+    url = f"hf://datasets/{dataset}/{name}"
+    return f"zip://{member}::{url}" if member else url

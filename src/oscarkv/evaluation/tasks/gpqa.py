@@ -48,5 +48,4 @@ TASK = Task(
     score=score,
     hub=Hub("Idavidrein/gpqa", "gpqa_diamond", "train"),
     max_new_tokens=32768,
-    harness="gpqa_diamond_cot_zeroshot",
 )

@@ -48,5 +48,4 @@ TASK = Task(
     stop=("Question:", "\n\n\n"),
     shots=8,
     max_new_tokens=400,
-    harness="gsm8k",
 )

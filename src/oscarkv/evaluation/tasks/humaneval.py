@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oscarkv.evaluation.tasks.answers import after_thinking, code_block
+from oscarkv.evaluation.tasks.answers import after_thinking, code_blocks
 from oscarkv.evaluation.tasks.sandbox import run_code
 from oscarkv.evaluation.tasks.task import Hub, Problem, Row, Task, Verdict
 
@@ -34,14 +34,16 @@ def score(text: str, problem: Problem) -> Verdict:
 
 def program_of(text: str, problem: Problem) -> str:
     """The function as a program: continued text, or a block of code from a chat."""
-    block = code_block(after_thinking(text))
-    if block is None:
+    blocks = code_blocks(after_thinking(text))
+    if not blocks:
         return problem.question + text
-    if f"def {problem.extra['entry_point']}" not in block:
-        return problem.question + block
+    definition = f"def {problem.extra['entry_point']}"
+    whole = [block for block in blocks if definition in block]
+    if not whole:
+        return problem.question + blocks[-1]
     # The prompt's imports and helpers stand before the function, which the block defines again.
-    head, _, _ = problem.question.partition(f"def {problem.extra['entry_point']}")
-    return f"{head}\n{block}"
+    head, _, _ = problem.question.partition(definition)
+    return f"{head}\n{whole[-1]}"
 
 
 TASK = Task(
@@ -54,6 +56,5 @@ TASK = Task(
     stop=("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\n```", "\nassert "),
     max_new_tokens=768,
     runs_code=True,
-    harness="humaneval",
     metric="pass@1",
 )

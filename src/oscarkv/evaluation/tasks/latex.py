@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\$", "$", "\\%", "%",
+_DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\$", "$", "\\%", "%",
             "^{\\circ}", "^\\circ", "\\degree", "\\displaystyle")  # fmt: skip
 _SAME = {
     "\\dfrac": "\\frac",
@@ -43,6 +43,9 @@ def equal(found: str | None, target: str) -> bool:
 
 def normal(text: str) -> str:
     text = text.strip()
+    text = re.sub(r"(?<!\\)\\ ", "", text).replace(
+        "{,}", ","
+    )  # a space; but not a matrix's next row
     for old, new in _SAME.items():
         text = text.replace(old, new)
     for word in _DROPPED:

@@ -10,11 +10,13 @@ import base64
 import binascii
 import json
 import pickletools
+import re
 import zlib
 from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from oscarkv.evaluation.tasks.answers import after_thinking, code_block
+from oscarkv.evaluation.tasks.answers import after_thinking, code_blocks
 from oscarkv.evaluation.tasks.sandbox import run_code, run_script
 from oscarkv.evaluation.tasks.task import Hub, Problem, Row, Task, Verdict
 
@@ -22,6 +24,15 @@ SECONDS = 6.0  # a test
 #: What a pickle of one string consists of.
 _STRING_ONLY = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE",
                 "BINPUT", "LONG_BINPUT", "STOP"}  # fmt: skip
+#: What a program finds imported, as in the benchmark's own runner; the last two put back what
+#: others hide (pow, open).
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json builtins typing"
+).split()
+_PRELUDE = "".join(f"import {name}\nfrom {name} import *\n" for name in _MODULES)
+_PRELUDE += "sys.setrecursionlimit(50000)\n"
+_FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)  # must come first
 _CALL = """
 import json
 _given = [json.loads(line) for line in json.loads({given!r}).split("\\n")]
@@ -92,9 +103,9 @@ def ask(problem: Problem, examples: Sequence[Problem], chat: bool) -> str:
 
 def score(text: str, problem: Problem) -> Verdict:
     text = after_thinking(text)
-    program = code_block(text)
-    if program is None:  # text that was continued begins inside the block
-        program = text.partition("```")[0]
+    blocks = code_blocks(text)
+    # Text that was continued begins inside the block.
+    program = blocks[-1] if blocks else text.partition("```")[0]
     if not program.strip():
         return Verdict(None, 0.0, "no code")
     for number, test in enumerate(problem.extra["tests"], 1):
@@ -105,14 +116,15 @@ def score(text: str, problem: Problem) -> Verdict:
 
 
 def _failure(program: str, test: dict[str, str], function: str | None) -> str:
+    prepared = "".join(_FUTURE.findall(program)) + _PRELUDE + _FUTURE.sub("", program)
     if test["testtype"] == "functional":
         target = f"Solution().{function}" if "class Solution" in program else str(function)
         call = _CALL.format(
             given=json.dumps(test["input"]), wanted=json.dumps(test["output"]), target=target
         )
-        outcome = run_code(f"from typing import *\n{program}\n{call}", seconds=SECONDS)
+        outcome = run_code(f"{prepared}\n{call}", seconds=SECONDS)
         return "" if outcome.passed else outcome.why
-    outcome = run_script(program, stdin=test["input"], seconds=SECONDS)
+    outcome = run_script(prepared, stdin=test["input"], seconds=SECONDS)
     if not outcome.passed:
         return outcome.why
     return "" if _same(outcome.output, test["output"]) else "another output"
@@ -128,8 +140,8 @@ def _same(found: str, wanted: str) -> bool:
         return False
     try:
         pairs = [(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-        return all(x == y or float(x) == float(y) for x, y in pairs)
-    except ValueError:
+        return all(x == y or Decimal(x) == Decimal(y) for x, y in pairs)
+    except InvalidOperation:
         return False
 
 
@@ -139,7 +151,10 @@ TASK = Task(
     read=read,
     ask=ask,
     score=score,
-    hub=Hub("livecodebench/code_generation_lite", "release_v6"),
+    hub=Hub(
+        "livecodebench/code_generation_lite",
+        files=("test.jsonl", *(f"test{n}.jsonl" for n in range(2, 7))),
+    ),
     stop=("\n```",),
     max_new_tokens=32768,
     runs_code=True,

@@ -116,9 +116,8 @@ TASK = Task(
     read=read,
     ask=ask,
     score=score,
-    hub=Hub("THUDM/LongBench", "hotpotqa"),
+    hub=Hub("THUDM/LongBench", files=tuple(f"data.zip!data/{subset}.jsonl" for subset in SUBSETS)),
     max_new_tokens=512,
     shorten=True,
-    harness="longbench",
     metric="mean score",
 )

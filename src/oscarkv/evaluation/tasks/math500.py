@@ -43,5 +43,4 @@ TASK = Task(
     hub=Hub("HuggingFaceH4/MATH-500"),
     stop=("Problem:",),
     max_new_tokens=2048,
-    harness="minerva_math500",
 )

@@ -1,7 +1,9 @@
-"""RULER: rows as its own generator writes them (Hsieh et al., arXiv 2404.06654).
+"""RULER (Hsieh et al., arXiv 2404.06654): rows as its own generator writes them, or as the hub has
+them.
 
-`input` is the prompt, `outputs` what an answer must hold; `task`, where it is given, is the group.
-`oscarkv eval needle` makes prompts of this kind itself.
+`input` (on the hub `context` and `question`) is the prompt, `outputs` (`answer`) what an answer
+must hold. The group is `task`; the generator writes a file for each task instead, and then it is
+that file's name. `oscarkv eval needle` makes prompts of this kind itself.
 """
 
 from __future__ import annotations
@@ -9,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oscarkv.evaluation.tasks.answers import after_thinking
-from oscarkv.evaluation.tasks.task import Hub, Problem, Row, Task, Verdict
+from oscarkv.evaluation.tasks.task import SOURCE, Hub, Problem, Row, Task, Verdict
 
 
 def read(row: Row, index: int) -> Problem:
-    group = str(row.get("task", ""))
-    outputs = [str(output) for output in row["outputs"]]
+    group = str(row.get("task", row.get(SOURCE, "")))
+    prompt = row["input"] if "context" not in row else f"{row['context']}\n{row['question']}\n"
+    outputs = [str(output) for output in row["answer" if "context" in row else "outputs"]]
     if not outputs:
         raise ValueError("it has no outputs")
     length = f"/{row['length']}" if "length" in row else ""
     prefix = str(row.get("answer_prefix", ""))
-    return Problem(f"{group}{length}/{row.get('index', index)}", str(row["input"]) + prefix,
+    return Problem(f"{group}{length}/{row.get('index', index)}", f"{prompt}{prefix}",
                    outputs, group=group)  # fmt: skip
 
 
@@ -43,6 +46,5 @@ TASK = Task(
     score=score,
     hub=Hub("simonjegou/ruler", "4096"),
     max_new_tokens=128,
-    harness="ruler",
     metric="share found",
 )

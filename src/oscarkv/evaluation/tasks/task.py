@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Row = Mapping[str, Any]
+#: The field of a row that is the name of the file it is from.
+SOURCE = "_source"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Hub:
     dataset: str
     name: str | None = None
     split: str = "test"
+    #: JSON lines in it, by path (ARCHIVE!PATH inside an archive), of data sets that are scripts:
+    #: `datasets` no longer runs those.
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,4 @@ class Task:
     max_new_tokens: int = 512
     shorten: bool = False  # a prompt that is too long loses its middle
     runs_code: bool = False
-    #: lm-eval's name for it, where it has it.
-    harness: str | None = None
     metric: str = "accuracy"

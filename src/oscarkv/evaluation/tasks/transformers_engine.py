@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,21 +27,16 @@ class TransformersEngine:
     strict: bool = False
 
     def answer(self, requests: Sequence[Request], sampling: Sampling, take: Take) -> None:
-        # Prompts of like length together, so that little is padding; stops must be the same.
-        order = sorted(requests, key=lambda r: (r.stop, r.max_new_tokens, r.seed, len(r.tokens)))
-        start = 0
-        while start < len(order):
-            first = order[start]
-            like = (first.stop, first.max_new_tokens, first.seed)
-            end = start + 1
-            while (
-                end < len(order)
-                and end - start < self.batch
-                and (order[end].stop, order[end].max_new_tokens, order[end].seed) == like
-            ):
-                end += 1
-            self._batch(order[start:end], sampling, take)
-            start = end
+        def like(request: Request) -> tuple[Any, ...]:
+            """What requests must agree in to be one batch. Each problem has its own seed."""
+            return request.stop, request.max_new_tokens, 0 if sampling.greedy else request.seed
+
+        # Prompts of like length together, so that little is padding.
+        order = sorted(requests, key=lambda r: (*like(r), len(r.tokens)))
+        for _, group in groupby(order, like):
+            alike = list(group)
+            for start in range(0, len(alike), self.batch):
+                self._batch(alike[start : start + self.batch], sampling, take)
 
     def _batch(self, requests: Sequence[Request], sampling: Sampling, take: Take) -> None:
         ids, mask = self._padded([request.tokens for request in requests])
