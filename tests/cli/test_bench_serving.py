@@ -12,6 +12,9 @@ from commandline import Run
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
 import fake_vllm
 
+from oscarkv.benchmark.serving_plan import EnginePlan
+from oscarkv.cli import serving
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +37,18 @@ def test_refusals(refuses: Callable[..., str], tiny: Path, artifact: Path, tmp_p
     assert "no directory" in line("--geometry", "tiny", "--json", tmp_path / "no" / "x.json")
     nothing = ("--shapes", "none", "--prompts", "none", "--requests", 0)
     assert "nothing to measure" in line("--geometry", "tiny", *nothing)
+    assert "no --engines" in line("--geometry", "tiny", "--engines", "none")
+    assert "name a .svg or .png file" in line("--geometry", "tiny", "--plot", tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize("engine", ["oscarkv", "fa3"])
+def test_memory_of_sglang_is_that_of_a_gpu(tiny: Path, artifact: Path, engine: str) -> None:
+    def tokens(**settings: object) -> int:
+        plan = EnginePlan(engine, str(tiny), {"dtype": "auto", **settings}, "real", 256, [])
+        return serving._sglang_tokens(plan, 1 << 24, {"artifact": str(artifact)}, 1024)
+
+    assert tokens(tp_size=2) > 1.8 * tokens() > 0
+    assert tokens(dtype="float32") < tokens()
 
 
 def test_a_model_of_ones_own(

@@ -143,6 +143,8 @@ def serving(
         raise OscarError(f"unknown engine {engine!r}; known: {', '.join(KINDS)}")
     if plot_file is not None:
         serving_report.require_matplotlib()
+        if plot_file.suffix not in (".svg", ".png"):
+            raise OscarError(f"--plot {plot_file}: name a .svg or .png file")
     on_gpu = torch.cuda.is_available()
     if prefill == "auto":
         prefill = BOTH if on_gpu else REAL
@@ -210,6 +212,8 @@ def serving(
                 kind=engine,
             )
 
+        if not names:
+            raise OscarError("nothing to measure: no --engines")
         plans = [plan(name) for name in names]
         longest = max(each.longest for each in plans)  # the same for all, or capacities differ
         if not longest:
@@ -266,16 +270,16 @@ def _sglang_arguments(on_gpu: bool, eager: bool, sequences: int, chunk: int) -> 
 
 def _sglang_tokens(plan: EnginePlan, memory: int, section: dict[str, Any], length: int) -> int:
     """SGLang takes no bytes: the tokens that it would have made of them."""
-    import torch
-
-    from oscarkv.integrations.serving.fit import geometry_of
+    from oscarkv.integrations.serving.fit import cache_dtype, geometry_of
     from oscarkv.integrations.serving.settings import Settings
     from oscarkv.integrations.sglang.capacity import Capacity
     from oscarkv.integrations.transformers.models import load_config
 
-    model = geometry_of(load_config(plan.model), plan.model).identity
-    recipe, dtype = Settings(**section).recipe, getattr(torch, plan.engine["dtype"])
-    capacity = Capacity(model.layers, model.kv_heads, model.head_dim, dtype, recipe, length)
+    config = load_config(plan.model)
+    model = geometry_of(config, plan.model).identity
+    recipe, dtype = Settings(**section).recipe, cache_dtype(config, plan.engine["dtype"])
+    heads = max(1, model.kv_heads // int(plan.engine.get("tp_size", 1)))  # of a GPU
+    capacity = Capacity(model.layers, heads, model.head_dim, dtype, recipe, length)
     return capacity.tokens(memory) if plan.name == "oscarkv" else capacity.plain_tokens(memory)
 
 

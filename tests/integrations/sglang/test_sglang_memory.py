@@ -87,6 +87,26 @@ def test_retraction_for_want_of_pages(tiny_model, monkeypatch):
         require_clean(started)
 
 
+def test_a_long_prompt_in_a_full_pool(tiny_model):
+    """Read in chunks while others come and go: it never waits with its pages in hand while they
+    are let in, which would cost it a token (see `WindowBudget.available_chunk_tokens`)."""
+    asked = prompts(150, 90, 1900, 120, 180, 60, 200, 140, seed=4)
+    with engine(tiny_model, STRICT, disable_radix_cache=True) as undisturbed:
+        expected = undisturbed.generate(asked, 30)
+    waited = 0
+    for pages in range(8, 14):
+        knobs = {"max_total_tokens": pages * 256, "context_length": 2000}
+        with engine(tiny_model, STRICT, chunked_prefill_size=256, **knobs) as started:
+            names = [started.submit(prompt, 30) for prompt in asked]
+            running = [started.step() and len(started.allocator.windows.requests) for _ in range(9)]
+            started.drain()
+            made = [list(started.finished[name].output_ids) for name in names]
+            assert made == expected
+            require_clean(started)
+            waited += max(running) < len(asked)
+    assert waited  # pools in which not all of them fit at once
+
+
 @pytest.mark.parametrize(
     ("count", "more"), [(500, {}), (150, OVERLAPPED)], ids=["one after another", "overlapped"]
 )

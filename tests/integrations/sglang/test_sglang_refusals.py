@@ -46,6 +46,9 @@ def config(model, options, **knobs):
         ({}, {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({}, {"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({}, {"pp_size": 2}, "pipeline parallelism"),
+        ({}, {"enable_priority_scheduling": True}, "add --disable-priority-preemption"),
+        ({"skip": [0]}, {}, "oscarkv_skip: the SGLang plugin has no such option"),
+        ({"enabled": False}, {}, "oscarkv_enabled: the SGLang plugin has no such option"),
     ],
 )
 def test_refused(tiny_model, options, knobs, message):
@@ -96,8 +99,9 @@ def test_other_weights(tiny_model, tmp_path):
         assert started.generate(prompts(20), 2)
 
 
-def test_too_little_memory(tiny_model):
-    """The length that is suggested is admitted."""
+@pytest.mark.parametrize("chunk", [2048, 256])
+def test_too_little_memory(tiny_model, chunk):
+    """The length that is suggested is admitted, and read to its end."""
     knobs = {"context_length": 4096, "max_total_tokens": 2048}
     with (
         pytest.raises(OscarError, match="too little memory for one sequence of 4,096") as caught,
@@ -106,8 +110,14 @@ def test_too_little_memory(tiny_model):
         pass
     assert "\n" not in str(caught.value)
     fits = int(str(caught.value).rpartition(" ")[2])
-    with engine(tiny_model, {}, **knobs | {"context_length": fits}) as started:
+    knobs |= {"context_length": fits, "chunked_prefill_size": chunk}
+    with engine(tiny_model, {}, **knobs) as started:
         assert len(started.generate(prompts(fits - 8), 4)[0]) == 4
+
+
+def test_a_backend_that_cannot_run_here(tiny_model):
+    with pytest.raises(OscarError, match="cuda"), engine(tiny_model, {"backend": "cuda"}):
+        pass
 
 
 def test_a_hook_that_was_not_applied(tiny_model, monkeypatch):

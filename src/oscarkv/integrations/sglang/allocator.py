@@ -73,6 +73,11 @@ class OscarAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return WindowBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
+        """Tokens, as pages, of a request's windows. Those of one whose prompt is being read are in
+        `WindowBudget.growth` from its first chunk on: asked for again, they might not be there, and
+        SGLang would let it wait with its pages in hand."""
+        if has_req_pool_slot and any(one.reading for one in self.windows.requests.values()):
+            return 0
         return self.windows.rule.at_prefill(prefill_tokens) * self.page_size
 
     def max_new_tokens_for_memory(
@@ -220,6 +225,8 @@ class OscarAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             (self.windows.requests[request.rid], start, end)
             for request, start, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True)
         ]
+        for request, (holding, _, end) in zip(batch.reqs, steps, strict=True):
+            holding.reading = end < len(request.origin_input_ids) + len(request.output_ids)
         for holding, start, end in steps:
             while len(holding.pages) < blocks_for(end, self.page_size):
                 holding.pages.append(next(fresh))
@@ -277,18 +284,31 @@ class OscarAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
 
 class WindowBudget(PrefillBudget):  # type: ignore[misc]
-    """SGLang's budget in real pages, less what running requests' windows will grow by."""
+    """SGLang's budget in real pages, less what windows will grow by: those of running requests,
+    and of one whose prompt is being read."""
 
     def __init__(
         self, allocator: OscarAllocator, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
     ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        windows = allocator.windows
-        self.growth = sum(
-            max(0, windows.rule.at_decode(holding.longest) - len(holding.held))
-            for holding in windows.requests.values()
+        rule, requests = allocator.windows.rule, allocator.windows.requests.values()
+        self.reading = sum(
+            max(0, rule.at_prefill(one.longest) - len(one.held)) for one in requests if one.reading
+        )
+        self.growth = self.reading + sum(
+            max(0, rule.at_decode(one.longest) - len(one.held))
+            for one in requests
+            if not one.reading
         )
 
     def _available_and_evictable(self) -> int:
         pages = self.allocator.free_count - self.growth
         return int(pages * self.page_size + self.tree_cache.evictable_size())
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        """Of the next chunk of a prompt. It may take what others would grow into, who can be
+        retracted; where there is nothing, it waits, and nobody else comes in meanwhile."""
+        room = self.remaining_total
+        if room <= 0:
+            room = self.remaining_current + (self.growth - self.reading) * self.page_size
+        return min(chunk_limit, int(room)) if room > 0 else None

@@ -44,18 +44,18 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         try:
             verify(runner)
+            settings, pool = options.settings_of(runner.server_args), runner.token_to_kv_pool
+            assert settings is not None
+            assert isinstance(pool, OscarPool)
+            self.device = pool.window_of.device
+            self.decoding = get_backend(settings.backend, self.device)
+            self.prefilling = get_backend(settings.backend, self.device)
+            self.writing = get_backend(settings.backend, self.device)
         except OscarError as error:
             refusal.refuse(error)
-        settings, pool = options.settings_of(runner.server_args), runner.token_to_kv_pool
-        assert settings is not None
-        assert isinstance(pool, OscarPool)
         self.settings, self.pool = settings, pool
         self.page = pool.page_size
         self.rows = runner.req_to_token_pool.req_to_token
-        self.device = pool.window_of.device
-        self.decoding = get_backend(settings.backend, self.device)
-        self.prefilling = get_backend(settings.backend, self.device)
-        self.writing = get_backend(settings.backend, self.device)
         self.decoding.reserve(self.rows.shape[0])  # graphs of fewer are captured as well
         self.layers: dict[int, LayerCache] = {}
         self.graph: Step | None = None
@@ -202,9 +202,11 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
             or layer.attn_type != AttentionType.DECODER
             or {layer.qk_head_dim, layer.v_head_dim} != {artifact.model.head_dim}
         ):
-            raise UnsupportedModelError(
-                f"oscarkv cannot be used with this model: layer {layer.layer_id} has attention of "
-                "another kind"
+            refusal.refuse(
+                UnsupportedModelError(
+                    "oscarkv cannot be used with this model: layer "
+                    f"{layer.layer_id} has attention of another kind"
+                )
             )
         total, mine = artifact.model.kv_heads, layer.tp_k_head_num
         parallel = get_parallel()

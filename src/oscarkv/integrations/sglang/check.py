@@ -99,6 +99,10 @@ def _refused(raw: Any, config: Any, model: Any, settings: Settings, page: int) -
         "--enable-two-batch-overlap: a step is planned once for all layers": (
             raw.enable_two_batch_overlap
         ),
+        # It may evict the windows of a hit that is admitted in the same step.
+        "preemption by priority: add --disable-priority-preemption": (
+            raw.enable_priority_scheduling and not raw.disable_priority_preemption
+        ),
         "--prefill-only-disable-kv-cache": raw.prefill_only_disable_kv_cache,
         f"--disaggregation-mode {raw.disaggregation_mode}": raw.disaggregation_mode != "null",
         f"--dllm-algorithm {raw.dllm_algorithm}": raw.dllm_algorithm is not None,

@@ -71,6 +71,9 @@ def settings_of(server_args: Any) -> Settings | None:
                 "oscarkv's options without its attention: say --attention-backend oscarkv"
             )
         return None
+    for name in ("skip", "enabled"):  # vLLM's plugin has these; they would do nothing here
+        if name in (section or {}):
+            raise OscarError(f"oscarkv_{name}: the SGLang plugin has no such option")
     return Settings.of(section or {}, NEEDS_ARTIFACT)
 
 

@@ -29,6 +29,7 @@ class Holding:
     held: dict[int, int] = field(default_factory=dict)  # block of the request -> unit
     longest: int = 0  # tokens it may come to
     shared: int = 0  # tokens whose pages were found in the cache, with or without windows
+    reading: bool = False  # its prompt comes in chunks, and more of them are to come
 
 
 class Windows:
