@@ -172,6 +172,20 @@ def test_tables_outlive_inference_mode() -> None:
     assert step.history_table.tolist() == [one.cache._sequences[0].history]
 
 
+def test_pools_outlive_inference_mode() -> None:
+    one = rig()
+    with torch.inference_mode():
+        one.cache.append([60])  # both pools grow
+    assert not one.layer.history.is_inference()
+    assert not one.layer.window.is_inference()
+    pages = one.layer.window.shape[0]
+    with torch.inference_mode():
+        one.cache.append([100])
+        one.cache.trim()
+    assert one.layer.window.shape[0] < pages  # made anew
+    assert not one.layer.window.is_inference()
+
+
 def test_a_step_takes_as_long_at_128k_as_at_1k() -> None:
     """Of Python's time. Interleaved, so that whatever else the machine does hits both."""
 

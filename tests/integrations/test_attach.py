@@ -148,6 +148,33 @@ def test_other_models_are_refused() -> None:
         assert other.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize("moved", [[0], [1], [0, 1]])
+def test_models_on_several_devices_are_refused(moved: list[int]) -> None:
+    model, artifact = tiny.model(), tiny.calibrated()
+    attention = model.config._attn_implementation
+    for index in moved:
+        model.model.layers[index].to("meta")
+    what = rf"layer {moved[0]} .* is on meta, the cache would be on cpu; .* device_map"
+    for use in (OscarCache, attach):
+        with pytest.raises(UnsupportedModelError, match=what):
+            use(model, artifact)
+    assert model.config._attn_implementation == attention
+
+
+def test_a_model_that_is_moved_after_it_was_attached_is_refused() -> None:
+    model, artifact = tiny.model(), tiny.calibrated()
+    attach(model, artifact)
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .* is on meta"):
+        OscarCache(model, artifact)
+
+
+def test_what_is_no_layer_may_be_on_another_device() -> None:
+    model = tiny.model()
+    model.add_module("vision", nn.Linear(4, 4, device="meta"))
+    OscarCache(model, tiny.calibrated())
+
+
 def test_the_same_weights_in_bfloat16_are_the_same_model() -> None:
     attach(tiny.model(dtype=torch.bfloat16), tiny.calibrated())
 

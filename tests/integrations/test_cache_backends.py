@@ -10,6 +10,7 @@ from integrations import tiny
 from oscarkv import OscarCache, Recipe
 from oscarkv.errors import OscarError
 from oscarkv.integrations.transformers.batch import left_padding, real_tokens
+from oscarkv.integrations.transformers.cache import choose_backend
 from oscarkv.kernels import LayerCache, registry
 from oscarkv.kernels.torch_backend import TorchBackend
 
@@ -65,6 +66,26 @@ def test_a_model_on_the_cpu_never_gets_a_gpu_backend() -> None:
     for name in ("cuda", "triton"):
         with pytest.raises(OscarError, match=f"the {name} backend needs the model on a GPU"):
             OscarCache(model, tiny.calibrated(), backend=name)
+
+
+@pytest.mark.usefixtures("usable_gpu_backends")
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_devices_without_float64_are_refused(name: str) -> None:
+    with pytest.raises(OscarError, match=r"on mps, which has no float64, .*: use the CPU"):
+        choose_backend(name, torch.device("mps"))
+    with pytest.raises(OscarError, match="on meta, which is not supported: use the CPU"):
+        choose_backend(name, torch.device("meta"))
+    for place in ("cpu", "cuda:1", "xpu"):
+        assert choose_backend("torch", torch.device(place)).name == "torch"
+
+
+def test_a_model_on_a_refused_device_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, artifact = tiny.model(), tiny.calibrated()
+    attention = model.config._attn_implementation
+    monkeypatch.setattr(type(model), "device", torch.device("mps"))
+    with pytest.raises(OscarError, match="on mps, which has no float64"):
+        OscarCache(model, artifact)
+    assert model.config._attn_implementation == attention
 
 
 def test_unknown_backends_are_refused() -> None:

@@ -218,16 +218,30 @@ def test_half_precision_models(dtype: torch.dtype) -> None:
     assert (found.float() - reference).norm() < 0.2 * reference.norm()
 
 
-def test_inference_mode_may_come_and_go() -> None:
-    model, ids = tiny.model(), tiny.tokens(1, 50)
-    cache = OscarCache(model, small())
-    with torch.inference_mode():
-        model(ids[:, :30], past_key_values=cache)
+@pytest.mark.parametrize(
+    ("steps", "removed"),
+    [
+        ([30], 0),
+        ([100, 30, 30], 60),  # windows are filled in again from the history
+        ([100, 40, 40, 20], 0),  # pools have grown and shrunk, and shared pages are copied
+    ],
+)
+def test_inference_mode_may_come_and_go(steps: list[int], removed: int) -> None:
+    model, ids = tiny.model(), tiny.tokens(1, sum(steps) + 1)
+    *chunks, token = ids.split([*steps, 1], 1)
+    cache, other = OscarCache(model, small()), OscarCache(model, small())
+    for chunk in chunks:
+        with torch.inference_mode():
+            model(chunk, past_key_values=cache)
+        tiny.logits(model, chunk, other)
+    cache.crop(-removed)
+    other.crop(-removed)
     cache.batch_repeat_interleave(2)
-    model(ids[:, 30:31].expand(2, 1), past_key_values=cache)  # with gradients on
+    found = tiny.logits(model, token.expand(2, 1), cache)
     cache.crop(-1)
-    found = tiny.logits(model, ids[:, 30:31].expand(2, 1), cache)
-    other = OscarCache(model, small())
-    tiny.logits(model, ids[:, :30], other)
-    expected = tiny.logits(model, ids[:, 30:31], other)
-    tiny.assert_same_rows(found, expected.expand_as(found))
+    model(token.expand(2, 1), past_key_values=cache)  # with gradients on
+    cache.crop(-1)
+    again = tiny.logits(model, token.expand(2, 1), cache)
+    expected = tiny.logits(model, token, other).expand_as(found)
+    tiny.assert_same_rows(found, expected)
+    tiny.assert_same_rows(again, expected)

@@ -1,6 +1,10 @@
-"""The CUDA backend's host side, without a GPU: what it takes, and what a failed compile does."""
+"""The CUDA backend's host side, without a GPU: what it takes, and what a kernel that does not
+compile or load does."""
 
+import contextlib
+import enum
 import gc
+import sys
 import types
 import warnings
 import weakref
@@ -11,8 +15,8 @@ import torch
 from helpers import make_layer
 
 from oscarkv.errors import CacheError
-from oscarkv.kernels.cuda import backend, decode, write
-from oscarkv.kernels.cuda.compile import CompileError
+from oscarkv.kernels.cuda import backend, decode, launch, write
+from oscarkv.kernels.cuda.compile import CompileError, compile_source
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.linalg import hadamard
 from oscarkv.recipe import Recipe
@@ -51,16 +55,84 @@ def test_what_the_kernels_take_and_why_not_the_rest() -> None:
     assert "layout" in str(decode.unsupported(q.mT, q, half_layer()))
 
 
+class Status(enum.Enum):
+    """Stands in for the driver's `CUresult`."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222
+
+
+def fake_driver(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """A driver that does all but the call `fails`, for what was compiled before it."""
+
+    def call(name: str) -> tuple[object, ...]:
+        return (list(Status)[name == fails], f"handle of {name}")
+
+    names = ("cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute")
+    attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    driver = types.SimpleNamespace(
+        CUresult=Status,
+        CUfunction_attribute=attribute,
+        cuGetErrorString=lambda status: (Status.CUDA_SUCCESS, b"made by a newer toolchain"),
+        cuLaunchKernel=None,
+        cuLaunchKernelEx=None,
+        **{name: lambda *_, name=name: call(name) for name in names},
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=driver))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as a CPU tensor's index
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_80")
+    monkeypatch.setattr(launch, "compiled", lambda *_: b"code")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
-def test_a_failed_compile_warns_once_and_triton_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_code_that_does_not_load_is_a_failed_compile(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_driver(monkeypatch, fails=call)
+    with pytest.raises(CompileError, match=r"decode.cu for sm_80 .* newer toolchain") as raised:
+        launch.load("decode.cu", (("oscar_decode", 64 * 1024),), (), 0)
+    assert "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" in str(raised.value.__cause__)
+
+
+def test_packages_that_cannot_be_imported_are_a_failed_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_driver(monkeypatch, fails="")
+    for package in ("cuda.core", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CompileError, match=r"compile decode.cu for sm_80 .*cuda\.core") as raised:
+        compile_source("decode.cu", {}, "sm_80")
+    assert isinstance(raised.value.__cause__, ImportError)
+    with pytest.raises(CompileError, match=r"decode.cu for sm_80 .*cuda\.bindings") as raised:
+        launch.load("decode.cu", (), (), 0)
+    assert isinstance(raised.value.__cause__, ImportError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU on CPU tensors")
+@pytest.mark.parametrize("stage", ["compile", "load"])
+def test_a_failed_kernel_warns_once_and_triton_answers(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise CompileError("NVRTC could not compile decode.cu")
 
     memory = types.SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as a CPU tensor's index
-    monkeypatch.setattr(decode, "DecodeKernel", fail)
-    monkeypatch.setattr(write, "WriteKernel", fail)
+    expected = "NVRTC could not compile decode.cu"
+    if stage == "compile":
+        monkeypatch.setattr(decode, "DecodeKernel", fail)
+        monkeypatch.setattr(write, "WriteKernel", fail)
+    else:
+        fake_driver(monkeypatch, fails="cuModuleLoadData")
+        expected = (
+            "write.cu for sm_80 could not be loaded: CUDA driver: made by a newer toolchain "
+            "(CUDA_ERROR_UNSUPPORTED_PTX_VERSION)"
+        )
     layer, q, k, v = half_layer(), rows(4), rows(), -rows()
     out = torch.full_like(q, torch.nan)
     table = integers(1).view(1, 1)
@@ -71,9 +143,8 @@ def test_a_failed_compile_warns_once_and_triton_answers(monkeypatch: pytest.Monk
         tried.write(k, v, torch.tensor([16]), torch.tensor([16]), layer)
         tried.decode(q, layer, out)
     messages = [str(warning.message) for warning in seen]
-    assert [m for m in messages if "NVRTC" in m] == [
-        "the Triton backend is used instead: NVRTC could not compile decode.cu"
-    ]
+    instead = "the Triton backend is used instead: "
+    assert [m for m in messages if m.startswith(instead)] == [instead + expected]
     # One token, exact in its window: each query head reads its KV head's value.
     torch.testing.assert_close(
         out[0].float(), v[0].repeat_interleave(2, 0).float(), atol=0.02, rtol=0

@@ -272,9 +272,10 @@ class PagedCache:
         self._window_table.forget()
         kept = list(numbers)  # old numbers, in their new order
         self.window_pages.compact(kept)
-        index = torch.tensor(kept, device=self.device)
-        for layer in self.layers:
-            layer.window = layer.window[index]
+        with torch.inference_mode(False):  # as in `_grow`
+            index = torch.tensor(kept, device=self.device)
+            for layer in self.layers:
+                layer.window = layer.window[index]
 
     @dataclass
     class _Need:
@@ -403,11 +404,12 @@ class PagedCache:
         pages = max(short, int(pool.capacity * GROWTH))
         if storage == "history" and self.max_pages is not None:
             pages = max(short, min(pages, self.max_pages + 1 - pool.capacity))
-        for layer in self.layers:
-            old: Tensor = getattr(layer, storage)
-            new = old.new_zeros((old.shape[0] + pages, *old.shape[1:]))
-            new[: old.shape[0]] = old
-            setattr(layer, storage, new)
+        with torch.inference_mode(False):  # pools are written in any mode
+            for layer in self.layers:
+                old: Tensor = getattr(layer, storage)
+                new = old.new_zeros((old.shape[0] + pages, *old.shape[1:]))
+                new[: old.shape[0]] = old
+                setattr(layer, storage, new)
         pool.grow(pages)
 
     def _refill_window(self, sequence: _Sequence, window: int) -> None:

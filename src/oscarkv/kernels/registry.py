@@ -57,7 +57,7 @@ def _package(name: str, class_name: str, install: str) -> _Entry:
     return _Entry(unusable_reason, make)
 
 
-#: Fastest first; torch runs everywhere.
+#: Fastest first; torch needs nothing but a device with float64.
 _ENTRIES = {
     "cuda": _package("cuda", "CudaBackend", 'pip install "oscarkv[cuda]"'),
     "triton": _package("triton", "TritonBackend", "pip install triton"),

@@ -12,7 +12,11 @@ from oscarkv.artifact import Artifact, load_artifact
 from oscarkv.errors import UnsupportedModelError
 from oscarkv.integrations.folding import folded_output, folded_values
 from oscarkv.integrations.transformers.attention import route
-from oscarkv.integrations.transformers.geometry import attention_modules, describe
+from oscarkv.integrations.transformers.geometry import (
+    attention_modules,
+    describe,
+    require_one_device,
+)
 
 _STATE = "_oscarkv_attachment"
 #: Set on the attention modules whose values are folded.
@@ -80,6 +84,7 @@ def attach(model: Any, artifact: Artifact | str | Path, fold_values: bool = Fals
 
     Attaching again with the same artifact changes nothing. `OscarCache` attaches by itself.
     """
+    require_one_device(model)  # every time: it may have been moved
     if not isinstance(artifact, Artifact):
         artifact = load_artifact(artifact)
     present: Attachment | None = getattr(model, _STATE, None)

@@ -35,6 +35,8 @@ from oscarkv.recipe import Recipe
 
 #: Steps of at most this many tokens a sequence use the backend's `decode`.
 DECODE_TOKENS = 8
+#: Types of devices that have float64, which packing computes with.
+DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
 
 class OscarCache(Cache):  # type: ignore[misc]
@@ -62,9 +64,9 @@ class OscarCache(Cache):  # type: ignore[misc]
     ) -> None:
         if not isinstance(artifact, Artifact):
             artifact = load_artifact(artifact)
+        self.backend = choose_backend(backend, model.device)
         attach(model, artifact)
         self.recipe, self.strict = artifact.recipe, strict
-        self.backend = choose_backend(backend, model.device)
         dtype = next(model.parameters()).dtype if window_dtype == "auto" else window_dtype
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
@@ -383,6 +385,12 @@ class _Handle(AttentionHandle):
 
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:
     """A fresh backend for tensors on a device."""
+    if device.type not in DEVICE_TYPES:
+        why = "has no float64, which packing needs" if device.type == "mps" else "is not supported"
+        raise OscarError(
+            f"the model is on {device.type}, which {why}: use the CPU (model.to('cpu'), "
+            "--device cpu) or a CUDA GPU"
+        )
     backend = get_backend(name, device)
     if device.type == "cpu" and backend.name != "torch":
         raise OscarError(

@@ -123,6 +123,22 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     }
 
 
+def require_one_device(model: Any) -> None:
+    """Refuse a model whose layers are not all on `model.device`, where the cache will be: kernels
+    would read one GPU's memory with pointers into another's."""
+    for module in model.modules():
+        if not hasattr(module, "layer_idx"):
+            continue
+        for parameter in module.parameters():
+            if parameter.device != model.device or parameter.device.type == "meta":
+                raise UnsupportedModelError(
+                    f"layer {module.layer_idx} of this model is on {parameter.device}, the cache "
+                    f"would be on {model.device}; a model that is spread over devices, or partly "
+                    "offloaded, is not supported: load all of it onto one device, without "
+                    'device_map="auto"'
+                )
+
+
 @dataclass(frozen=True)
 class Rope:
     """How one layer turns row vectors at some positions, asked of the model itself: its own

@@ -159,7 +159,7 @@ class CudaBackend:
         self._portable.prefill(q, k, v, layer, out)
 
     def _kernel(self, key: Hashable, make: Callable[[], _Kernel]) -> _Kernel | None:
-        """A kernel, compiled at first use; None, after a warning, if that fails."""
+        """A kernel, compiled and loaded at first use; None, after a warning, if that fails."""
         found = self._kernels.get(key)
         if found is None:
             refuse_capture()

@@ -12,7 +12,6 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
-#define UNROLL_16 _Pragma("unroll 16")
 #define ROLLED _Pragma("unroll 1")
 #define INFINITE as_float(0x7f800000u)
 

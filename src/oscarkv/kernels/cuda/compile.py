@@ -23,7 +23,7 @@ _STANDARD = "c++17"
 
 
 class CompileError(OscarError):
-    """NVRTC did not take a kernel."""
+    """A kernel that NVRTC did not take, or that the driver did not load."""
 
 
 def cache_folder() -> Path:
@@ -44,15 +44,15 @@ def _source(name: str) -> str:
 
 def compile_source(name: str, macros: Mapping[str, int], arch: str) -> bytes:
     """Machine code (cubin) of one source file under some macros, for an `sm_90` or the like."""
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
-        name=name,
-        arch=arch,
-        std=_STANDARD,
-        define_macro=[(key, str(value)) for key, value in macros.items()],
-    )
     try:
+        from cuda.core import Program, ProgramOptions
+
+        options = ProgramOptions(
+            name=name,
+            arch=arch,
+            std=_STANDARD,
+            define_macro=[(key, str(value)) for key, value in macros.items()],
+        )
         code = Program(_source(name), "c++", options).compile("cubin").code
     except Exception as error:  # cuda-core raises its own classes, and NVRTC's log is the message
         listed = " ".join(f"{key}={value}" for key, value in macros.items())
@@ -77,7 +77,8 @@ def compiled(name: str, macros: Mapping[str, int], arch: str) -> bytes:
 def _digest(name: str, macros: Mapping[str, int], arch: str) -> str:
     from importlib.metadata import version
 
-    parts = [_source(name), arch, _STANDARD, version("cuda-core"), repr(sorted(macros.items()))]
+    compiler = version("cuda-core"), version("cuda-bindings")  # the latter's NVRTC
+    parts = [_source(name), arch, _STANDARD, *compiler, repr(sorted(macros.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oscarkv.errors import CacheError, OscarError
-from oscarkv.kernels.cuda.compile import compiled
+from oscarkv.kernels.cuda.compile import CompileError, compiled
 
 
 class Kernel:
@@ -85,14 +85,20 @@ def load(
     device: int,
 ) -> tuple[Kernel, ...]:
     """Compile (or find on disk) one variant, and load some of its kernels: (name, bytes of dynamic
-    shared memory) each."""
-    from cuda.bindings import driver
-
+    shared memory) each. Whatever fails of that is a CompileError: there are other backends."""
     with torch.cuda.device(device):
         torch.cuda.current_blas_handle()  # makes the device's primary context current
-        code = compiled(source, dict(macros), architecture(device))
-        module = _checked(driver.cuModuleLoadData(code))  # stays loaded as long as the process
-        return tuple(Kernel(module, name, shared) for name, shared in kernels)
+        arch = architecture(device)
+        try:
+            from cuda.bindings import driver
+
+            code = compiled(source, dict(macros), arch)
+            module = _checked(driver.cuModuleLoadData(code))  # stays loaded as long as the process
+            return tuple(Kernel(module, name, shared) for name, shared in kernels)
+        except CompileError:
+            raise
+        except Exception as error:  # such as code from a newer NVRTC than the driver knows
+            raise CompileError(f"{source} for {arch} could not be loaded: {error}") from error
 
 
 def _current_stream(device: int) -> int:
