@@ -340,6 +340,7 @@ def main() -> None:
     )
     if arguments.json.exists():
         lab.results = json.loads(arguments.json.read_text())
+        require_same(lab.results.get("about", {}), model.oscarkv_name, arguments.plan)
     cuda = torch.cuda.is_available()
     lab.results["about"] = {
         "model": model.oscarkv_name,
@@ -355,17 +356,30 @@ def main() -> None:
     }
     lab.say(f"loaded {model.oscarkv_name} on {model.device}")
     wanted = arguments.sections.split(",") if arguments.sections else plan.sections
+    finished = []
     try:
         for section in wanted:
             run = lab.parts_section if section == "parts" else getattr(lab, section)
             run()
             lab.results.setdefault("seconds", {})[section] = round(time.time() - lab.started, 1)
             lab.save()
+            finished.append(section)
             lab.say(f"{section} done")
     except OutOfTime:
         lab.say("out of time; run the same command again to go on")
-    if arguments.plan == "ci" and (wrong := regressions(lab.results["methods"]["recipes"])):
+    checked = arguments.plan == "ci" and "methods" in finished
+    if checked and (wrong := regressions(lab.results["methods"]["recipes"])):
         raise SystemExit("\n".join(wrong))
+
+
+def require_same(about: Mapping[str, Any], model: str, plan: str) -> None:
+    """Figures of another plan or model are not to be relabelled."""
+    for what, now in (("model", model), ("plan", plan)):
+        if about.get(what, now) != now:
+            raise SystemExit(
+                f"the file given with --json was made with {what} {about[what]}, not {now}; "
+                "give another name"
+            )
 
 
 def regressions(scores: dict[str, Any]) -> list[str]:

@@ -50,7 +50,9 @@ def test_calibrate_options(run: Run, tiny: Path, text: Path, tmp_path: Path) -> 
     result = run("calibrate", tiny, "--text", text, *changes, *options)
     assert result.exit_code == 0, result.output
     assert "compact for tiny: 1 layers" in result.stdout
-    assert "bits at 128K" in result.stdout
+    assert "bits at 128K of the packed layers, 1 of 2, mean" in result.stdout
+    (line,) = (x for x in run("inspect", path).stdout.splitlines() if "bits per element" in x)
+    assert line.rstrip().endswith("of the packed layers, 1 of 2")
     loaded = load_artifact(path)
     assert loaded.recipe.sink == 16
     assert loaded.calibration["length"] == 1024  # the model's context is under 4096
@@ -60,6 +62,7 @@ def test_inspect(run: Run, artifact: Path) -> None:
     shown = run("inspect", artifact).stdout
     assert "tiny (LlamaForCausalLM)" in shown
     assert "128K: 3." in shown
+    assert "packed layers" not in shown  # all of them
     assert "cond(A)" in shown
 
     facts = json.loads(run("inspect", artifact, "--json").stdout)

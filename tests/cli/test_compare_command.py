@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import Run
@@ -24,6 +25,26 @@ def test_a_page_is_measured_and_made_again_from_its_records(
     out.unlink()
     assert run("compare", "tiny", "--from", record, "-o", out).exit_code == 0
     assert "quarot-int2" in out.read_text()
+
+
+def test_fidelity_goes_on_from_what_is_kept(
+    run: Run, tiny: Path, text: Path, other_text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    keep = tmp_path / "kept"
+    words = ["compare", tiny, "--recipes", "paper", "--text", other_text, "--calibration-text"]
+    words += [text, "--tokens", 2000, "--length", 640, "--windows", 2, "--keep", keep]
+    words += ["-o", tmp_path / "page.html"]
+    assert run(*words).exit_code == 0
+    record = (keep / "fidelity.json").read_text()
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("done again")
+
+    monkeypatch.setattr("oscarkv.evaluation.fidelity._score", never)
+    monkeypatch.setattr("oscarkv.evaluation.prepare.calibrate_many", never)
+    assert run(*words).exit_code == 0
+    assert (keep / "fidelity.json").read_text() == record
 
 
 def test_compare_refuses_what_cannot_work(

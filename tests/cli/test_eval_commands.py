@@ -3,11 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commandline import Run
 
+from oscarkv.cli import gather
+from oscarkv.cli.task_place import Place
+from oscarkv.cli.tasks import _longest
 from oscarkv.demo.run import book
+from oscarkv.errors import OscarError
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,59 @@ def test_tasks_are_asked_compared_and_gone_on_with(
     other = run(*words, "--recent", 64)
     assert other.exit_code == 2
     assert "holds answers of balanced with another bits_128k, recent" in other.stderr
+    other = run(*words, "--dtype", "bfloat16")
+    assert other.exit_code == 2
+    assert "holds answers of full precision with another dtype;" in other.stderr
+
+    data = json.loads(out.read_text())
+    for setting in data["settings"].values():  # as records were written before
+        for key in ("dtype", "weights", "backend"):
+            setting.pop(key, None)
+    out.write_text(json.dumps(data))
+    assert run(*words).exit_code == 0
+    data = json.loads(out.read_text())
+    weights = data["settings"]["full precision"]["weights"]
+    data["settings"]["full precision"]["weights"] = "8040" + weights[4:]  # 4 in bfloat16
+    out.write_text(json.dumps(data))
+    other = run(*words)
+    assert other.exit_code == 2
+    assert "holds answers of full precision with another weights;" in other.stderr
+
+
+def test_settings_of_vllm_tell_what_answers_depend_on(
+    tiny: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tiny), "vllm", None, "auto")
+    artifacts = gather.load_artifacts([artifact])
+
+    def describe(**changes: Any) -> dict[str, dict[str, Any]]:
+        given: dict[str, Any] = {"strict": False, "backend": "auto", "baseline": "", "knobs": {}}
+        return place.describe_settings(artifacts, **(given | changes))
+
+    monkeypatch.setattr("oscarkv.benchmark.machine.gpus", lambda: [object()])
+    before = describe()
+    assert before["full precision"]["weights"] == artifacts["balanced"].model.fingerprint
+    assert before["full precision"]["attention"] == "FLASH_ATTN"
+    assert gather.same_settings(before, describe(baseline="FLASH_ATTN")) == before
+    for changes, message in (
+        ({"baseline": "TRITON_ATTN"}, "full precision with another attention;"),
+        ({"knobs": {"dtype": "float16"}}, "full precision with another dtype, engine_options;"),
+        ({"knobs": {"enforce_eager": True}}, "full precision with another engine_options;"),
+        ({"backend": "triton"}, "balanced with another backend;"),
+    ):
+        with pytest.raises(OscarError, match=message):
+            gather.same_settings(before, describe(**changes))
+    monkeypatch.setattr("oscarkv.benchmark.machine.gpus", list)
+    with pytest.raises(OscarError, match="another dtype, attention;"):
+        gather.same_settings(before, describe())
+
+
+def test_the_longest_request_of_lm_eval_is_not_known() -> None:
+    plan = SimpleNamespace(task=SimpleNamespace(name="gsm8k"), max_new_tokens=16)
+    prompts = {"gsm8k": [[1] * 100, [1] * 20]}
+    assert _longest([plan], prompts, 4096, False) == 116  # type: ignore[list-item]
+    assert _longest([plan], prompts, 4096, True) == 4096  # type: ignore[list-item]
+    assert _longest([], {}, 4096, True) == 4096
 
 
 def test_tasks_refuses_what_cannot_work(
@@ -99,6 +158,9 @@ def test_needles_are_found_compared_and_drawn(run: Run, tmp_path: Path) -> None:
     assert len(data["trials"]) == 12
     assert all(len(trial["answers"]) == 2 for trial in data["trials"])
     assert plot.stat().st_size > 1000
+    other = run(*words, "--trials", 4, "--json", out, "--dtype", "bfloat16")
+    assert other.exit_code == 2
+    assert "holds answers of full precision with another dtype;" in other.stderr
 
 
 def test_a_plan_is_one_command(run: Run, tiny: Path, rows: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import Run
@@ -70,6 +71,8 @@ def test_refusals(
     measure = ["eval", "fidelity", tiny, "--text", other_text]
     line = refuses(*measure, "--recipes", "kivi-2bit", "--lengths", "4096")
     assert "--lengths 4096: write LENGTH:WINDOWS" in line
+    line = refuses(*measure, "--recipes", "kivi-2bit", "--lengths", "700:1,800:0")
+    assert "--lengths 800:0: a length needs at least one window" in line
     line = refuses(*measure, "--recipes", "kivi-2bit", "--sensitivity", "tokens")
     assert "--sensitivity tokens: choose from sides, layers, heads" in line
     line = refuses(*measure, "--recipes", "kvquant-3bit")
@@ -84,6 +87,40 @@ def test_refusals(
     line = refuses("tune", tiny, "--text", text, "-o", out, "--bits", 2.0, *FIT, "--length", 600)
     assert "--bits 2.0: recipe 'compact' takes" in line
     assert not out.exists()
+
+
+def test_what_cannot_be_measured_is_refused_before_calibrating(
+    refuses: Callable[..., str], tiny: Path, text: Path, other_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("calibrated")
+
+    monkeypatch.setattr("oscarkv.evaluation.prepare.prepare", never)
+    measure = ["eval", "fidelity", tiny, "--text", other_text, "--calibration-text", text]
+    measure += ["--length", 600, "--windows", 1, "--recipes"]
+    line = refuses(*measure, "balanced,kivi-2bit", "--no-strict")
+    assert "kivi-2bit is simulated, which is measured strictly only" in line
+    line = refuses(*measure, "balanced", "--sensitivity", "sides", "--part-windows", 50)
+    assert "50 were asked for" in line
+    line = refuses(*measure, "bf16,balanced", "--sensitivity", "sides")
+    assert "'bf16' rounds nothing" in line
+
+
+def test_fidelity_is_saved_before_its_parts_are_measured(
+    run: Run, tiny: Path, other_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("oscarkv.evaluation.sensitivity.measure_sensitivity", interrupted)
+    out = tmp_path / "f.json"
+    measure = ["eval", "fidelity", tiny, "--text", other_text, "--recipes", "naive-int2"]
+    measure += ["--length", 600, "--windows", 1, "--sensitivity", "sides", "--part-windows", 1]
+    result = run(*measure, "--json", out)
+    assert result.exit_code == 130
+    assert f"interrupted; the fidelity is in {out}" in result.stderr
+    assert set(json.loads(out.read_text())["recipes"]) == {"naive-int2"}
 
 
 @pytest.mark.parametrize("name", ["kivi-2bit", "balanced"])

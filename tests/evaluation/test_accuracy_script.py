@@ -56,6 +56,17 @@ def test_a_tiny_plan(
     assert {part["sides"] for part in saved["split"]["parts"]} == {"keys", "values", "keys+values"}
     run("--sections", "ablation")
     assert json.loads(out.read_text())["ablation"] == saved["ablation"]
+    with pytest.raises(SystemExit, match="made with plan tiny, not ci"):
+        run("--plan", "ci", "--sections", "ablation")
+    assert json.loads(out.read_text())["about"]["plan"] == "tiny"
+
+    # Figures that CI holds to their bounds are looked at only where they were measured to the end.
+    monkeypatch.setitem(script.PLANS, "ci", script.PLANS["tiny"])
+    kept = out.read_text()
+    out.write_text(kept.replace('"plan": "tiny"', '"plan": "ci"'))
+    assert "ablation done" in run("--plan", "ci", "--sections", "ablation")
+    assert "out of time" in run("--plan", "ci", "--sections", "methods", "--budget", "0")
+    out.write_text(kept)
 
     # The page is written from what was measured, and nothing else of it changes.
     page = loaded("accuracy_page", monkeypatch)
@@ -75,6 +86,9 @@ def test_a_tiny_plan(
 
 def test_what_make_accuracy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     script = loaded("accuracy", monkeypatch)
+    script.require_same({}, "tiny", "ci")
+    with pytest.raises(SystemExit, match="made with model small, not tiny"):
+        script.require_same({"model": "small", "plan": "ci"}, "tiny", "ci")
     good = {
         "paper": {"kl": 0.2, "bits_128k": 2.5},
         "balanced": {"kl": 0.01, "bits_128k": 2.28},

@@ -117,10 +117,56 @@ def test_worst_examples_are_losses_of_tasks_and_needles_in_turn(needles: Path, t
     assert "… " in render(comparison)  # long texts from where they part
 
 
+def test_records_without_texts_make_a_page(tasks: Path) -> None:
+    data = json.loads(tasks.read_text())
+    for entry in data["tasks"]["gsm8k"]["answers"]["compact"]["0"].values():
+        del entry["text"]
+        entry["answer"] = "forty"
+    tasks.write_text(json.dumps(data))
+    assert "forty" in render(read_sources("tiny", [tasks]))
+
+
+def test_published_records_make_pages() -> None:
+    results = Path(__file__).parents[2] / "docs" / "results"
+    for kind in ("fidelity-smollm2-135m", "gsm8k-vllm-h200", "needle-smollm2-135m"):
+        assert_self_contained(render(read_sources("published", [results / f"{kind}.json"])))
+
+
+def record(**fields: Any) -> str:
+    return json.dumps({"format": "oscarkv-fidelity-1", **fields})
+
+
+def test_only_what_was_measured_on_the_same_windows_is_put_together(tmp_path: Path) -> None:
+    where = {"model": "m", "text_sha256": "a", "windows": 2, "strict": True, "length": 4096}
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(record(**where, recipes={"balanced": score(0.01, 2.28)}))
+    other = {"compact": score(0.02, 2.1)}
+    for same in (where, {"length": 4096, "windows": 2}):  # older records do not say everything
+        second.write_text(record(**same, recipes=other))
+        assert read_sources("m", [first, second]).names == ["balanced", "compact"]
+    for change, message in (
+        ({"model": "n"}, r"model \(m and n\)"),
+        ({"text_sha256": "b"}, r"text \(a and b\)"),
+        ({"windows": 3}, r"number of windows \(2 and 3\)"),
+        ({"strict": False}, r"--strict \(True and False\)"),
+    ):
+        second.write_text(record(**(where | change), recipes=other))
+        with pytest.raises(OscarError, match=f"first.json and .*second.json .*{message}"):
+            read_sources("m", [first, second])
+        second.write_text(record(**(where | {"length": 600}), recipes={},
+                                 longer=[where | change | {"recipes": other}]))  # fmt: skip
+        with pytest.raises(OscarError, match=message):
+            read_sources("m", [first, second])
+
+
 def test_bad_records_are_refused(fidelity: Path, needles: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     for content, message in (("{", "no JSON"), ("{}", "no record of"), ("[]", "no record of"),
-                             ('{"format": "oscarkv-fidelity-1"}', "damaged")):  # fmt: skip
+                             ('{"format": "oscarkv-fidelity-1"}', "damaged"),
+                             (record(length=1, recipes={"a": 1}), "recipe a is 1, not an object"),
+                             (record(length=1, recipes={}, longer=7), "damaged"),
+                             (record(length=1, recipes={}, sensitivity=7), "damaged"),
+                             (record(length=1, recipes={}, longer=[7]), "damaged")):  # fmt: skip
         other.write_text(content)
         with pytest.raises(OscarError, match=message):
             read_sources("tiny", [other])

@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integrations"))
 import tiny
 
 from oscarkv.errors import OscarError
+from oscarkv.evaluation.tasks import harness
 from oscarkv.evaluation.tasks.plan import load_plan, plan_names
-from oscarkv.evaluation.tasks.record import REFERENCE, TasksRecord, load_record
+from oscarkv.evaluation.tasks.record import REFERENCE, TaskRecord, TasksRecord, load_record
 from oscarkv.evaluation.tasks.registry import get_task
 from oscarkv.evaluation.tasks.requests import Answer, Request, Sampling, Take, cut
 from oscarkv.evaluation.tasks.run import TaskPlan, merge, prepare, run_setting
@@ -96,6 +97,28 @@ def test_other_prompts_or_sampling_are_not_mixed() -> None:
         task, _ = prepare(other, tiny.tokenizer(), 4096)
         with pytest.raises(OscarError, match="move it away"):
             merge(task, earlier.tasks["gsm8k"], "gsm8k")
+
+
+def test_other_sampling_of_lm_eval_is_not_mixed() -> None:
+    tasks: dict[str, TaskRecord] = {}
+    sample = {"doc_id": 0, "target": "1", "arguments": "1?", "resps": [["1"]], "metrics": ["em"],
+              "filtered_resps": ["1"], "em": 1.0}  # fmt: skip
+
+    def take(setting: str, sampling: Sampling, most: int | None) -> None:
+        how = harness._how(sampling, most)
+        harness._take(tasks, "lm-eval:sums", setting, 0, [sample], how, None)
+
+    take(REFERENCE, Sampling(), 20)
+    take("packed", Sampling(), 20)
+    harness.require_same(["sums", "others"], tasks, Sampling(), 20)
+    for sampling, most, what in ((Sampling(0.6), 20, "sampling"), (Sampling(), 9, "max_new_tok")):
+        message = f"answers of lm-eval:sums with another {what}"
+        with pytest.raises(OscarError, match=message):
+            take("packed", sampling, most)
+        with pytest.raises(OscarError, match=message):
+            harness.require_same(["sums"], tasks, sampling, most)
+    del tasks["lm-eval:sums"].about["max_new_tokens"]  # as records were written before
+    take("packed", Sampling(), 9)
 
 
 def test_several_seeds_are_averaged_by_problem() -> None:
@@ -301,9 +324,15 @@ def test_plans_of_ones_own_and_bad_ones(tmp_path: Path) -> None:
         (f"{body}[models.m]\nsampling={{heat=1.0}}\n", "mine.toml, m"),
         (f"{body}[models.m]\nsampling={{temperature=-1.0}}\n", "temperature -1"),
         (f"{body}[models.n]\nsampling={{}}\n", "has no model m; it has n"),
+        (f'{body}models=["m"]\n', "models is .'m'., not a table"),
+        (f"{body}models={{m=3}}\n", "m is 3, not a table"),
+        (f"{body}[models.m]\nsampling={{}}\nengine=3\n", "m: engine is 3, not a table"),
     ):
         file.write_text(text)
         with pytest.raises(OscarError, match=message):
             load_plan(str(file), "m")
+    file.write_bytes(b'title = "\xff"')
+    with pytest.raises(OscarError, match="not UTF-8"):
+        load_plan(str(file), "m")
     with pytest.raises(OscarError, match="no plan 'other'"):
         load_plan("other", "m")

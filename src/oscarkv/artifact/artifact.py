@@ -153,12 +153,14 @@ class Artifact:
 
     @property
     def history_bits(self) -> float:
-        """Bits an element of the packed history, on average over layers."""
+        """Bits an element of the packed history, on average over the packed layers."""
         dim = self.model.head_dim
         return sum(self.layer_recipe(i).history_bits(dim) for i in self.layers) / len(self.layers)
 
     def bits(self, length: int = 131072) -> float:
-        """Bits an element at a context length, on average over layers, as `Recipe.bits`."""
+        """Bits an element at a context length, on average over the packed layers, as
+        `Recipe.bits`. Of other layers an artifact does not know what they hold: all tokens in full
+        precision, a sliding window, or no keys and values at all."""
         dim = self.model.head_dim
         return sum(self.layer_recipe(i).bits(dim, length) for i in self.layers) / len(self.layers)
 

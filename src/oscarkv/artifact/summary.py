@@ -41,12 +41,18 @@ class ArtifactSummary:
     knobs: dict[str, Any]  # those that differ from the defaults
     calibration: dict[str, Any]
     library_version: str
-    bits: dict[int, float]  # per element, by context length
+    bits: dict[int, float]  # per element of the packed layers, by context length
     layers: list[LayerSummary]
 
     @property
     def heads(self) -> int:
         return len(self.layers) * int(self.model["kv_heads"])
+
+    @property
+    def bits_of(self) -> str:
+        """What the bits are of, to be said after them where not all layers are packed."""
+        packed, layers = len(self.layers), int(self.model["layers"])
+        return "" if packed == layers else f" of the packed layers, {packed} of {layers}"
 
     @property
     def fallback_heads(self) -> int:

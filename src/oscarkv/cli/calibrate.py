@@ -98,7 +98,7 @@ def calibrate(
     error = summary.mean_logit_error
     results.print(
         f"{artifact.recipe.name} for {artifact.model.name}: {len(artifact.layers)} layers, "
-        f"{summary.bits[131072]:.2f} bits at 128K, mean predicted logit error "
+        f"{summary.bits[131072]:.2f} bits at 128K{summary.bits_of}, mean predicted logit error "
         f"{'not measured' if error is None else f'{error:.4f}'}, "
         f"{summary.fallback_heads} of {summary.heads} heads fell back to Hadamard",
         highlight=False,

@@ -122,7 +122,8 @@ def _measure(
     except OSError as error:
         raise OscarError(f"cannot keep records in {folder}: {error.strerror or error}") from None
 
-    from oscarkv.evaluation.fidelity import measure_fidelity
+    from oscarkv.evaluation.checkpoint import Checkpoint
+    from oscarkv.evaluation.fidelity import evaluation_windows, measure_fidelity
     from oscarkv.evaluation.prepare import prepare
     from oscarkv.evaluation.subjects import Packed, Subject
     from oscarkv.integrations.transformers.geometry import describe
@@ -133,6 +134,7 @@ def _measure(
     identity = describe(loaded).identity
     for one in artifacts.values():
         one.model.require_match(identity)
+    evaluation_windows(loaded, tokenizer, texts, length, windows)  # refuse before calibrating
     subjects: dict[str, Subject] = {
         name: Packed(one, True, backend) for name, one in artifacts.items()
     }
@@ -144,6 +146,7 @@ def _measure(
             read_texts(calibration_text),
             tokens=tokens,
             backend=backend,
+            keep=folder,
             progress=progress,
         )
     written = [folder / "fidelity.json"]
@@ -157,6 +160,7 @@ def _measure(
             windows=windows,
             backend=backend,
             progress=progress,
+            checkpoint=Checkpoint(folder),
         )
     fidelity.save(written[0])
     if lengths:
@@ -182,8 +186,11 @@ def _needles(
     from oscarkv.evaluation.needle_prompts import ASKED, Haystack
     from oscarkv.integrations.transformers.geometry import describe
 
-    described = {name: gather.describe_setting(one) for name, one in artifacts.items()}
-    described = {REFERENCE: {"bits_128k": 16.0}} | described
+    described = gather.describe_settings(
+        artifacts,
+        shared=gather.describe_weights(model),
+        packed=gather.describe_backend(backend, model),
+    )
     earlier = load_needles(path) if path.exists() else None
     record = fresh(
         describe(model).identity.name,

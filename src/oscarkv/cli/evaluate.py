@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oscarkv.cli import gather, options
-from oscarkv.cli.console import progress_bar, results, warn
+from oscarkv.cli.console import errors, progress_bar, results, warn
 from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
     from oscarkv.evaluation.checkpoint import Checkpoint
     from oscarkv.evaluation.fidelity import Fidelity
     from oscarkv.evaluation.subjects import Subject
+    from oscarkv.methods.simulation import Simulation
+    from oscarkv.recipe import Recipe
+
+INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, help="Measure artifacts and recipes.")
 
@@ -106,6 +110,8 @@ def fidelity(
     if not artifact and not recipes:
         raise OscarError("nothing to measure: give --artifact, --recipes or both")
     wanted = gather.methods(recipes, bool(calibration_text))
+    if not strict:
+        _require_packed(wanted)
     sizes = [(length, windows), *_lengths(lengths)]
     parts = _parts(sensitivity)
     options.require_backend(backend)
@@ -125,6 +131,9 @@ def fidelity(
         found = load_artifact(path)
         name = _free_name(found.recipe.name, path.stem, {*subjects, *names})
         subjects[name] = Packed(found, strict, backend)
+    if parts:
+        opened = [s.artifact.recipe for s in subjects.values() if isinstance(s, Packed)]
+        _require_rounding([*opened, *wanted][0])
     texts, calibration_texts = read_texts(text), read_texts(calibration_text or [])
     loaded, tokenizer = options.load(model, device, dtype)
     choose_backend(backend, loaded.device)  # refuse before calibrating
@@ -132,7 +141,7 @@ def fidelity(
     for subject in subjects.values():
         if isinstance(subject, Packed):
             subject.artifact.model.require_match(identity)
-    for each_length, each_windows in sizes:
+    for each_length, each_windows in [*sizes, *([(length, part_windows)] if parts else [])]:
         evaluation_windows(loaded, tokenizer, texts, each_length, each_windows)
     checkpoint = Checkpoint(resume)
     with progress_bar("calibrating") as progress:
@@ -169,17 +178,41 @@ def fidelity(
                 )
             )
     result, *result.longer = measured
-    if parts:
-        name, subject = next(iter(subjects.items()))
-        result.sensitivity[name] = _sensitivity(
-            loaded, tokenizer, texts, subject, parts, length, part_windows, checkpoint
-        )
     if json_file is not None:
         result.save(json_file)
     for each in (result, *result.longer):
         results.print(fidelity_table(each))
     if parts:
+        name, subject = next(iter(subjects.items()))
+        try:
+            result.sensitivity[name] = _sensitivity(
+                loaded, tokenizer, texts, subject, parts, length, part_windows, checkpoint
+            )
+        except KeyboardInterrupt:
+            where = "" if json_file is None else f"; the fidelity is in {json_file}"
+            errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(INTERRUPTED) from None
+        if json_file is not None:
+            result.save(json_file)
         results.print(sensitivity_table(name, result.sensitivity[name]))
+
+
+def _require_packed(wanted: Sequence[Recipe | Simulation]) -> None:
+    from oscarkv.recipe import Recipe
+
+    for each in wanted:
+        if not isinstance(each, Recipe):
+            raise OscarError(f"{each.name} is simulated, which is measured strictly only")
+
+
+def _require_rounding(first: Recipe | Simulation) -> None:
+    from oscarkv.recipe import Recipe
+
+    if isinstance(first, Recipe) and first.exact:
+        raise OscarError(
+            f"--sensitivity is measured of the first recipe, and {first.name!r} rounds nothing; "
+            "name another one first"
+        )
 
 
 def _free_name(name: str, stem: str, taken: set[str]) -> str:
@@ -193,11 +226,15 @@ def _free_name(name: str, stem: str, taken: set[str]) -> str:
 def _lengths(listed: str) -> list[tuple[int, int]]:
     try:
         pairs = [part.split(":") for part in listed.split(",") if part.strip()]
-        return [(int(length), int(windows)) for length, windows in pairs]
+        found = [(int(length), int(windows)) for length, windows in pairs]
     except ValueError:
         raise OscarError(
             f"--lengths {listed}: write LENGTH:WINDOWS, for instance 8192:4,16384:2"
         ) from None
+    for length, windows in found:
+        if windows < 1:
+            raise OscarError(f"--lengths {length}:{windows}: a length needs at least one window")
+    return found
 
 
 def _parts(listed: str) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,8 +128,36 @@ def about() -> dict[str, Any]:
     }
 
 
+def describe_weights(model: Any) -> dict[str, Any]:
+    """What a record says of a loaded model, in all of its settings."""
+    from oscarkv.integrations.transformers.geometry import describe
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "weights": describe(model).identity.fingerprint}
+
+
+def describe_backend(name: str, model: Any) -> dict[str, Any]:
+    """What reads the packed caches of a loaded model: `auto` is what it comes to here."""
+    from oscarkv.integrations.transformers.cache import choose_backend
+
+    return {"backend": choose_backend(name, model.device).name}
+
+
+def describe_settings(
+    artifacts: Mapping[str, Artifact], *, shared: Mapping[str, Any], packed: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What a record says of full precision and of every artifact. `shared` holds for all of them,
+    `packed` for those with an artifact."""
+    from oscarkv.evaluation.tasks.record import REFERENCE
+
+    settings: dict[str, dict[str, Any]] = {REFERENCE: {"bits_128k": 16.0, **shared}}
+    for name, artifact in artifacts.items():
+        settings[name] = {**describe_setting(artifact), **shared, **packed}
+    return settings
+
+
 def describe_setting(artifact: Artifact) -> dict[str, Any]:
-    """What a record says of a setting."""
+    """What a record says of an artifact."""
     recipe = artifact.recipe
     return {
         "recipe": recipe.name,
@@ -154,15 +182,29 @@ def _digest(artifact: Artifact) -> str:
 def same_settings(
     earlier: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """All settings of a record that is gone on with; refuses a name that meant something else."""
+    """All settings of a record that is gone on with; refuses a name that meant something else.
+    What an older record does not say of a setting is not compared."""
     for name, setting in now.items():
-        if name in earlier and earlier[name] != setting:
-            changed = [key for key in setting if earlier[name].get(key) != setting[key]]
+        before = earlier.get(name, {})
+        changed = [
+            key
+            for key, value in setting.items()
+            if key in before and not _agree(key, before[key], value)
+        ]
+        if changed:
             raise OscarError(
                 f"the file given with --json holds answers of {name} with another "
                 f"{', '.join(changed)}; move it away, or give another name"
             )
     return earlier | now
+
+
+def _agree(key: str, before: Any, now: Any) -> bool:
+    if key != "weights":
+        return bool(before == now)
+    from oscarkv.artifact.artifact import same_weights
+
+    return same_weights(str(before), str(now))
 
 
 def lengths(text: str) -> list[int]:

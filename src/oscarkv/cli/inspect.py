@@ -50,7 +50,7 @@ def _facts(summary: ArtifactSummary) -> Table:
         ),
         ("recipe", f"{summary.recipe} ({', '.join(knobs) or 'all knobs at their defaults'})"),
         ("calibration", ", ".join(facts) or "none"),
-        ("bits per element", ", ".join(bits)),
+        ("bits per element", f"{', '.join(bits)}{summary.bits_of}"),
         ("mean logit error", "not measured" if error is None else f"{error:.4f}"),
         ("inverse error", f"{summary.inverse_error:.1e}"),
         ("fallback heads", f"{summary.fallback_heads} of {summary.heads}"),

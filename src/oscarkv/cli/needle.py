@@ -98,15 +98,17 @@ def needle(
     haystack.context(max(asked), 0)  # refuse too little text before calibrating
     found |= gather.fit(loaded, tokenizer, calibration_texts, wanted, tokens)
     changed = {name: gather.with_windows(one, sink, recent) for name, one in found.items()}
-    described = {name: gather.describe_setting(one) for name, one in changed.items()}
+    described = gather.describe_settings(
+        changed,
+        shared=gather.describe_weights(loaded),
+        packed=gather.describe_backend(backend, loaded),
+    )
     record = fresh(
         identity.name,
         texts,
         asked,
         -(-trials // ASKED),
-        gather.same_settings(
-            earlier.settings if earlier else {}, {REFERENCE: {"bits_128k": 16.0}} | described
-        ),
+        gather.same_settings(earlier.settings if earlier else {}, described),
         chat=chat,
         strict=strict,
         chunk=chunk,

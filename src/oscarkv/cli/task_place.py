@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,33 @@ class Place:
 
         return gather.fit(self.model, self.tokenizer, read_texts(files or []), wanted, tokens)
 
+    def describe_settings(
+        self,
+        artifacts: Mapping[str, Artifact],
+        strict: bool,
+        backend: str,
+        baseline: str,
+        knobs: Mapping[str, Any],
+    ) -> dict[str, dict[str, Any]]:
+        """What a record says of every setting: all that its answers depend on."""
+        from oscarkv.evaluation.tasks.record import REFERENCE
+
+        if self.model is not None:
+            packed = {"strict": strict, **gather.describe_backend(backend, self.model)}
+            shared = gather.describe_weights(self.model)
+            return gather.describe_settings(artifacts, shared=shared, packed=packed)
+        # vLLM's weights are in another process, where they are held to those of the artifacts.
+        known = (artifact.model.fingerprint for artifact in artifacts.values())
+        shared = {
+            "dtype": knobs.get("dtype", _vllm_dtype()),
+            "weights": next(filter(None, known), ""),
+            "engine_options": dict(knobs),
+        }
+        packed = {"strict": strict, "backend": backend}
+        settings = gather.describe_settings(artifacts, shared=shared, packed=packed)
+        settings[REFERENCE]["attention"] = _vllm_attention(baseline)
+        return settings
+
     def engine(self, artifact: Artifact | None, batch: int, backend: str, strict: bool) -> Engine:
         from oscarkv.evaluation.tasks.transformers_engine import TransformersEngine
 
@@ -58,17 +85,29 @@ class Place:
         knobs: dict[str, Any],
         log_file: Path | None,
     ) -> Engine:
-        from oscarkv.benchmark import machine
         from oscarkv.evaluation.tasks.vllm_engine import VllmEngine
 
-        on_gpu = bool(machine.gpus())
-        settings = {"dtype": "auto" if on_gpu else "float32", "max_model_len": longest} | knobs
+        settings = {"dtype": _vllm_dtype(), "max_model_len": longest} | knobs
         if section:
             settings["additional_config"] = {"oscarkv": section}
-        if on_gpu:  # elsewhere there is one only, and the plugin stands in for it
-            settings["attention_backend"] = "CUSTOM" if section else baseline or "FLASH_ATTN"
+        if attention := _vllm_attention(baseline):
+            settings["attention_backend"] = "CUSTOM" if section else attention
 
         def say(what: str) -> None:
             errors.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
 
         return VllmEngine(self.source, settings, say, log_file)
+
+
+def _vllm_dtype() -> str:
+    from oscarkv.benchmark import machine
+
+    return "auto" if machine.gpus() else "float32"
+
+
+def _vllm_attention(baseline: str) -> str:
+    """What full precision reads its cache with; without a GPU there is one only, which has no name
+    here, and the plugin stands in for it."""
+    from oscarkv.benchmark import machine
+
+    return (baseline or "FLASH_ATTN") if machine.gpus() else ""

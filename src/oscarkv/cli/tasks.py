@@ -127,7 +127,7 @@ def tasks(
     Example: oscarkv eval tasks MODEL --tasks gsm8k --data gsm8k=test.jsonl --examples
     gsm8k=train.jsonl --artifact FILE --engine vllm --json gsm8k.json
     """
-    from oscarkv.evaluation.tasks.harness import evaluate
+    from oscarkv.evaluation.tasks.harness import evaluate, require_same
     from oscarkv.evaluation.tasks.plan import load_plan
     from oscarkv.evaluation.tasks.record import REFERENCE, load_record
     from oscarkv.evaluation.tasks.registry import TASKS
@@ -161,6 +161,8 @@ def tasks(
     count = seeds or (protocol.seeds if protocol is not None else 1)
     if count > 1 and sampling.greedy:
         raise OscarError(f"--seeds {count} would ask the same {count} times; set --temperature")
+    knobs = dict(protocol.engine) if protocol is not None else {}
+    knobs |= options.engine_options(engine_options or [])
     if engine == "vllm":
         _require_vllm()
 
@@ -187,16 +189,13 @@ def tasks(
     place = Place(model, engine, device, dtype)
     plans = [_with_chat(plan, chat, place.tokenizer) for plan in plain]
     record, prompts = _start(place, engine, plans, earlier)
+    require_same(harnessed, record.tasks, sampling, max_new_tokens)
     found = loaded_artifacts | place.fit(calibration_text, wanted, tokens)
     changed = {name: gather.with_windows(one, sink, recent) for name, one in found.items()}
-    described: dict[str, dict[str, Any]] = {REFERENCE: {"bits_128k": 16.0}}
-    for name, one in changed.items():
-        described[name] = {**gather.describe_setting(one), "strict": strict}
+    described = place.describe_settings(changed, strict, backend, baseline, knobs)
     record.settings = gather.same_settings(earlier.settings if earlier else {}, described)
     files = dict(zip(loaded_artifacts, artifact or [], strict=True))
-    longest = _longest(plans, prompts, place.context)
-    knobs = dict(protocol.engine) if protocol is not None else {}
-    knobs |= options.engine_options(engine_options or [])
+    longest = _longest(plans, prompts, place.context, bool(harnessed))
 
     def make(name: str) -> Engine:
         if engine == "transformers":
@@ -335,10 +334,14 @@ def _paths(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
     return found
 
 
-def _longest(plans: Sequence[TaskPlan], prompts: dict[str, Any], context: int) -> int:
+def _longest(
+    plans: Sequence[TaskPlan], prompts: dict[str, Any], context: int, harnessed: bool
+) -> int:
     """Tokens of the longest request: the engine's max_model_len, the same for all settings."""
+    if harnessed and context:  # lm-eval's prompts are not known yet
+        return context
     lengths = [max(map(len, prompts[p.task.name])) + p.max_new_tokens for p in plans]
-    longest = max(lengths, default=context)  # lm-eval's prompts are not known yet
+    longest = max(lengths, default=context)
     return min(longest, context) if context else longest
 
 

@@ -1,10 +1,11 @@
-"""TurboQuant (Zandieh et al., arXiv 2504.19874) at 3 bits, as vLLM's `turboquant_3bit_nc` runs it.
+"""TurboQuant (Zandieh et al., arXiv 2504.19874) at 3 bits: its MSE variant, with a norm correction.
 
 A row is divided by its norm and turned by a random rotation; its coordinates are then close to
 normal with variance 1/d whatever the row was, so one Lloyd-Max codebook made for that distribution
-serves all. The norm is stored in 16 bits, corrected so that the decoded row has it exactly
-(`nc`: norm correction). The paper's residual sketch (QJL) is left out, as it is in vLLM; keys and
-values are treated alike.
+serves all. The norm is stored in 16 bits, corrected so that the decoded row has it up to that
+rounding, which the paper does not do. Its other variant, for inner products, which adds a sketch of
+the residual (QJL), is left out. Keys and values are treated alike; engines that serve a method of
+this name may treat them otherwise.
 """
 
 from __future__ import annotations

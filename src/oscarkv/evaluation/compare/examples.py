@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from oscarkv.evaluation.compare.sources import Comparison
 from oscarkv.evaluation.needle import REFERENCE
@@ -42,8 +44,13 @@ def _tasks(comparison: Comparison, recipe: str) -> list[Example]:
                     where = f"{title}, problem {problem['id']}"
                     target = str(problem["target"])
                     lost = a["score"] - b["score"]
-                    found.append(Example(recipe, where, target, a["text"], b["text"], lost))
+                    found.append(Example(recipe, where, target, _said(a), _said(b), lost))
     return found
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    """Published records keep what was taken for the answer, or nothing but the score."""
+    return str(entry.get("text", entry.get("answer", "(not kept)")))
 
 
 def _needles(comparison: Comparison, recipe: str) -> list[Example]:
@@ -55,7 +62,7 @@ def _needles(comparison: Comparison, recipe: str) -> list[Example]:
             where = f"{trial['kind']} needle in {trial['length']:,} tokens{depth}"
             wanted = ", ".join(trial["targets"])
             lost = a["score"] - b["score"]
-            found.append(Example(recipe, where, wanted, a["text"], b["text"], lost))
+            found.append(Example(recipe, where, wanted, _said(a), _said(b), lost))
     return found
 
 

@@ -18,6 +18,13 @@ from oscarkv.evaluation.tasks.record import FORMAT as TASKS
 from oscarkv.evaluation.tasks.record import TaskRecord, TasksRecord, load_record
 
 FIDELITY = "oscarkv-fidelity-1"
+#: What figures of one length must share to stand side by side, and what messages call it.
+MEASURED_ON = {
+    "model": "model",
+    "text_sha256": "text",
+    "windows": "number of windows",
+    "strict": "--strict",
+}
 
 
 @dataclass
@@ -132,15 +139,40 @@ def _take(made: Comparison, path: Path) -> None:
 
 
 def _take_fidelity(made: Comparison, data: dict[str, Any], path: Path) -> None:
-    """Records of one length are merged: they may hold different recipes."""
-    for one in [data, *data.get("longer", [])]:
-        try:
-            length, recipes = int(one["length"]), dict(one["recipes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise OscarError(f"{path} is damaged: {error}") from None
+    """Records of one length are merged: they may hold different recipes, but of one model on the
+    same windows."""
+    try:
+        records = [data, *(data.get("longer") or [])]
+        found = [(int(one["length"]), dict(one["recipes"]), one) for one in records]
+        sensitivity = dict(data.get("sensitivity") or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise OscarError(f"{path} is damaged: {error}") from None
+    for length, recipes, one in found:
+        for name, score in recipes.items():
+            if not isinstance(score, dict):
+                raise OscarError(f"{path} is damaged: recipe {name} is {score!r}, not an object")
         same = next((old for old in made.fidelity if old["length"] == length), None)
         if same is None:
-            made.fidelity.append({**one, "recipes": recipes})
-        else:
+            made.fidelity.append({**one, "recipes": recipes, "file": path})
+        elif same["file"] != path:  # a file may have one length twice; the first of them counts
+            _require_same_windows(same, one, path)
             same["recipes"] = recipes | same["recipes"]
-    made.sensitivity |= data.get("sensitivity") or {}
+    made.sensitivity |= sensitivity
+
+
+def _require_same_windows(one: Mapping[str, Any], other: Mapping[str, Any], path: Path) -> None:
+    """What an older record does not say is not compared."""
+    differing = [
+        f"{what} ({_short(one[key])} and {_short(other[key])})"
+        for key, what in MEASURED_ON.items()
+        if key in one and key in other and one[key] != other[key]
+    ]
+    if differing:
+        raise OscarError(
+            f"{one['file']} and {path} were not measured on the same windows of "
+            f"{one['length']} tokens: they differ in {', '.join(differing)}; a page shows one"
+        )
+
+
+def _short(value: Any) -> str:
+    return str(value)[:16]  # hashes are long

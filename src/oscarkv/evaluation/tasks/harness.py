@@ -5,7 +5,8 @@ Tasks that generate only: a packed cache matters where text is read back from it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,37 @@ from oscarkv.evaluation.tasks.requests import (
 PREFIX = "lm-eval:"
 #: Where a task does not say how long an answer may be.
 DEFAULT_NEW_TOKENS = 256
+
+
+def require_same(
+    names: Sequence[str],
+    tasks: Mapping[str, TaskRecord],
+    sampling: Sampling | None,
+    max_new_tokens: int | None,
+) -> None:
+    """Refuse to go on with answers that were sampled otherwise, before any more are asked for. A
+    group's tasks are not known by its name: `_take` looks at those."""
+    for name in names:
+        if (task := tasks.get(f"{PREFIX}{name}")) is not None:
+            _require_same(task, f"{PREFIX}{name}", _how(sampling, max_new_tokens))
+
+
+def _require_same(task: TaskRecord, name: str, how: Mapping[str, Any]) -> None:
+    """Older records do not have everything; that is not compared."""
+    differing = [key for key in how if key in task.about and task.about[key] != how[key]]
+    if differing:
+        raise OscarError(
+            f"the file given with --json holds answers of {name} with another "
+            f"{', '.join(differing)}; move it away, or give another name"
+        )
+
+
+def _how(sampling: Sampling | None, max_new_tokens: int | None) -> dict[str, Any]:
+    """What answers depend on beside their prompts."""
+    return {
+        "sampling": None if sampling is None else asdict(sampling),
+        "max_new_tokens": max_new_tokens,  # None: the task's own
+    }
 
 
 def evaluate(
@@ -68,7 +100,8 @@ def evaluate(
         reason = " ".join(str(error).split())[:300]
         raise OscarError(f"lm-eval: {type(error).__name__}: {reason}") from None
     for name, samples in (results or {}).get("samples", {}).items():
-        _take(tasks, f"{PREFIX}{name}", setting, seed, samples, sampling, shots)
+        how = _how(sampling, max_new_tokens)
+        _take(tasks, f"{PREFIX}{name}", setting, seed, samples, how, shots)
 
 
 def _take(
@@ -77,7 +110,7 @@ def _take(
     setting: str,
     seed: int,
     samples: Sequence[dict[str, Any]],
-    sampling: Sampling | None,
+    how: Mapping[str, Any],
     shots: int | None,
 ) -> None:
     """lm-eval gives a sample once for each of its filters: the first filter counts."""
@@ -95,11 +128,12 @@ def _take(
         "metric": f"{metric}, {first}",
         "data": "lm-eval",
         "shots": shots,
-        "sampling": None if sampling is None else vars(sampling),
+        **how,
     }
     task = tasks.setdefault(name, TaskRecord(about, problems, sha, []))
     if task.prompts_sha256 != sha:
         raise OscarError(f"{name} asks other questions than before; give another --json")
+    _require_same(task, name, how)
     task.seeds = sorted({*task.seeds, seed})
     entries = task.entries(setting, seed)
     for sample in chosen:

@@ -42,11 +42,11 @@ def load_plan(name: str, model: str) -> Plan:
     unknown = set(data) - _KEYS
     if unknown:
         raise OscarError(f"plan {name}: unknown {', '.join(sorted(unknown))}")
-    models = data.get("models", {})
+    models = _table(data.get("models", {}), f"plan {name}: models")
     key = model if model in models else _by_name(models, model)
     if key is None:
         raise OscarError(f"plan {name} has no model {model}; it has {', '.join(models) or 'none'}")
-    chosen = models[key]
+    chosen = _table(models[key], f"plan {name}, {key}")
     unknown = set(chosen) - _MODEL_KEYS
     if unknown:
         raise OscarError(f"plan {name}, {key}: unknown {', '.join(sorted(unknown))}")
@@ -59,12 +59,19 @@ def load_plan(name: str, model: str) -> Plan:
             seeds=int(chosen.get("seeds", data["seeds"])),
             chat=bool(data["chat"]),
             sampling=Sampling(**chosen["sampling"]),
-            template=chosen.get("template", {}),
-            engine=chosen.get("engine", {}),
-            published=chosen.get("published", {}),
+            **{
+                part: _table(chosen.get(part, {}), f"plan {name}, {key}: {part}")
+                for part in ("template", "engine", "published")
+            },
         )
     except (KeyError, TypeError, ValueError) as error:
         raise OscarError(f"plan {name}, {key}: {error}") from None
+
+
+def _table(found: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(found, dict):
+        raise OscarError(f"{what} is {found!r}, not a table")
+    return found
 
 
 def _by_name(models: Mapping[str, Any], model: str) -> str | None:
@@ -79,6 +86,8 @@ def _text(name: str) -> str:
             return Path(name).read_text(encoding="utf-8")
         except OSError as error:
             raise OscarError(f"cannot read plan {name}: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise OscarError(f"plan {name} is not UTF-8: {error}") from None
     known = plan_names()
     if name not in known:
         raise OscarError(f"no plan {name!r}; there are {', '.join(known)}, or name a .toml file")
