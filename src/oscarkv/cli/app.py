@@ -24,11 +24,10 @@ from oscarkv.cli import (
     vllm,
     zoo,
 )
-from oscarkv.cli.console import errors
+from oscarkv.cli.console import INTERRUPTED, errors
 from oscarkv.errors import OscarError
 
 USAGE_ERROR = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class _Commands(TyperGroup):

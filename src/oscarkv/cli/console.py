@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import typer
 from rich.console import Console
 
 results = Console()
 errors = Console(stderr=True)
+
+INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells count
 
 Progress = Callable[[int, int, str], None]
 
@@ -38,6 +42,17 @@ def progress_bar(title: str) -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, description=f"{title}: {what}")
 
         yield report
+
+
+@contextmanager
+def interruptible(what: str, file: Path | None) -> Iterator[None]:
+    """Ctrl-C ends the command with one line: `what` is in the file."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        where = "" if file is None else f"; {what} in {file}"
+        errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def warn(message: str) -> None:

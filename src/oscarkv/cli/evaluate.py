@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oscarkv.cli import gather, options
-from oscarkv.cli.console import errors, progress_bar, results, warn
+from oscarkv.cli.console import interruptible, progress_bar, results, warn
 from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from oscarkv.methods.simulation import Simulation
     from oscarkv.recipe import Recipe
 
-INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, help="Measure artifacts and recipes.")
 
@@ -184,14 +183,10 @@ def fidelity(
         results.print(fidelity_table(each))
     if parts:
         name, subject = next(iter(subjects.items()))
-        try:
+        with interruptible("the fidelity is", json_file):
             result.sensitivity[name] = _sensitivity(
                 loaded, tokenizer, texts, subject, parts, length, part_windows, checkpoint
             )
-        except KeyboardInterrupt:
-            where = "" if json_file is None else f"; the fidelity is in {json_file}"
-            errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(INTERRUPTED) from None
         if json_file is not None:
             result.save(json_file)
         results.print(sensitivity_table(name, result.sensitivity[name]))

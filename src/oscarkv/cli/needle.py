@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from oscarkv.cli import gather, options
-from oscarkv.cli.console import errors, progress_bar, results
+from oscarkv.cli.console import interruptible, progress_bar, results
 from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from oscarkv.evaluation.needle import Needles
 
 TABLE_WIDTH = 130
-INTERRUPTED = 130
 
 
 def needle(
@@ -116,22 +115,17 @@ def needle(
         earlier=earlier,
     )
     settings: dict[str, Artifact | None] = {REFERENCE: None, **changed}
-    try:
-        with progress_bar("asking") as progress:
-            measure_needles(
-                loaded,
-                haystack,
-                settings,
-                record,
-                backend=backend,
-                batch=batch,
-                path=json_file,
-                progress=progress,
-            )
-    except KeyboardInterrupt:
-        where = "" if json_file is None else f"; answers so far are in {json_file}"
-        errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
+    with interruptible("answers so far are", json_file), progress_bar("asking") as progress:
+        measure_needles(
+            loaded,
+            haystack,
+            settings,
+            record,
+            backend=backend,
+            batch=batch,
+            path=json_file,
+            progress=progress,
+        )
     if json_file is not None:
         record.save(json_file)
     if plot_file is not None:

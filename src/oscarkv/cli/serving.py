@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 
 from oscarkv.cli import options
-from oscarkv.cli.console import errors, results
+from oscarkv.cli.console import errors, interruptible, results
 from oscarkv.errors import OscarError
 
 if TYPE_CHECKING:
     from oscarkv.benchmark.serving_plan import EnginePlan
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 TABLE_WIDTH = 150
 GIB = 1 << 30
 #: vLLM's own means of marking contexts as computed.
@@ -232,12 +232,8 @@ def serving(
             if json_file is not None:
                 record.save(json_file)
 
-        try:
+        with interruptible("what was measured is", json_file):
             bench_serving(plans, record, timeout=timeout, save=save, say=_say)
-        except KeyboardInterrupt:
-            where = "" if json_file is None else f"; what was measured is in {json_file}"
-            errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(INTERRUPTED) from None
     results.print(serving_report.headline(record), highlight=False, soft_wrap=True)
     wide = Console(width=max(results.width, TABLE_WIDTH))
     for table in serving_report.tables(record):

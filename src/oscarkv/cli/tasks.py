@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from oscarkv.cli import gather, options
-from oscarkv.cli.console import errors, progress_bar, results
+from oscarkv.cli.console import interruptible, progress_bar, results
 from oscarkv.cli.task_place import Place
 from oscarkv.errors import MissingDependencyError, OscarError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from oscarkv.evaluation.tasks.task import Task
 
 TABLE_WIDTH = 110
-INTERRUPTED = 130
 ENGINES = ("transformers", "vllm")
 
 
@@ -207,7 +206,7 @@ def tasks(
             section |= {"sink": recipe.sink, "recent": recipe.recent, "backend": backend}
         return place.vllm(name, section, baseline, longest, knobs, log_file)
 
-    try:
+    with interruptible("answers so far are", json_file):
         for name in (REFERENCE, *changed):
             with progress_bar("asking") as progress:
                 run_setting(
@@ -239,10 +238,6 @@ def tasks(
                 )
                 if json_file is not None:
                     record.save(json_file)
-    except KeyboardInterrupt:
-        where = "" if json_file is None else f"; answers so far are in {json_file}"
-        errors.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
     _print(record)
 
 
