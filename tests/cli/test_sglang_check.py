@@ -51,6 +51,18 @@ def test_text(run: Run, tiny: Path, artifact: Path) -> None:
     assert last.endswith("--oscarkv-recent 128")
 
 
+def test_the_command_has_what_was_given(run: Run, tiny: Path, artifact: Path) -> None:
+    given = ["--context-length", "640", "--tp-size", "2", "--dtype", "float16",
+             "--mem-fraction-static", "0.5"]  # fmt: skip
+    result = run("sglang", "check", tiny, "--artifact", artifact, *given, "--gpu-memory", 2)
+    assert result.stdout.strip().splitlines()[-1].endswith(" ".join(given))
+
+
+def test_a_request_beyond_the_context(run: Run, tiny: Path, artifact: Path) -> None:
+    answer = found(run, tiny, "--artifact", artifact, "--context-length", 1025, code=1)
+    assert problems(answer)[0].startswith("--context-length 1,025 is above the model's context")
+
+
 def test_layers_without_transforms(run: Run, tmp_path: Path, tiny: Path, artifact: Path) -> None:
     loaded = oscarkv.load_artifact(artifact)
     del loaded.layers[1]

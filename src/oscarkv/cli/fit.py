@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +52,12 @@ def report(found: Fit, as_json: bool, command: str) -> None:
         results.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
+def words_of(given: dict[str, object]) -> list[str]:
+    """A server's options, as words; None: it was not given."""
+    pairs = [(name, str(value)) for name, value in given.items() if value is not None]
+    return [word for pair in pairs for word in pair]
+
+
 def memory_for(
     engine: Engine,
     model: str,
@@ -59,12 +66,13 @@ def memory_for(
     gpu: float | None,
     ranks: int,
     option: str,
+    dtype: str,
 ) -> Memory | None:
     """Bytes for the cache of each GPU, as the options say; `option` is the one for the share."""
     from oscarkv.integrations.serving.fit import GIB, Memory, memory_of
 
     for name, value in (("--memory", memory), ("--gpu-memory", gpu)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise OscarError(f"{name} {value:g}: give a number of GiB above 0")
     if memory is not None:
         if share is not None or gpu is not None:
@@ -77,13 +85,13 @@ def memory_for(
     if not 0 < share <= 1:
         raise OscarError(f"{option} {share:g}: give a share above 0, at most 1")
     if gpu is not None:
-        return memory_of(engine, model, share, int(gpu * GIB), ranks)
+        return memory_of(engine, model, share, int(gpu * GIB), ranks, dtype)
     import torch
 
     if not torch.cuda.is_available():
         raise OscarError("there is no GPU here whose memory could be asked for; give --gpu-memory")
     total = torch.cuda.get_device_properties(0).total_memory
-    return memory_of(engine, model, share, total, ranks)
+    return memory_of(engine, model, share, total, ranks, dtype)
 
 
 def _print(fit: Fit) -> None:

@@ -60,20 +60,21 @@ def check(
         dtype=dtype,
         max_model_len=context_length,
         tensor_parallel_size=ranks,
-        memory=fit.memory_for(SGLANG, model, memory, share, gpu_memory, ranks, option),
+        memory=fit.memory_for(SGLANG, model, memory, share, gpu_memory, ranks, option, dtype),
     )
-    fit.report(found, as_json, _command(model, settings, context_length, ranks))
+    given: dict[str, object] = {  # SGLang has no option for the cache's bytes
+        "--oscarkv-sink": sink,
+        "--oscarkv-recent": recent,
+        "--context-length": context_length,
+        "--tp-size": ranks if ranks > 1 else None,
+        "--dtype": dtype if dtype != "auto" else None,
+        "--mem-fraction-static": share,
+    }
+    fit.report(found, as_json, _command(model, settings, given))
 
 
-def _command(model: str, settings: Settings, context_length: int | None, ranks: int) -> str:
+def _command(model: str, settings: Settings, given: dict[str, object]) -> str:
     """What to type next."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", model]
     words += ["--attention-backend", "oscarkv", "--oscarkv-artifact", settings.artifact]
-    for name, value in (
-        ("--oscarkv-sink", settings.sink),
-        ("--oscarkv-recent", settings.recent),
-        ("--context-length", context_length),
-        ("--tp-size", ranks if ranks > 1 else None),
-    ):
-        words += [] if value is None else [name, str(value)]
-    return shlex.join(words)
+    return shlex.join([*words, *fit.words_of(given)])

@@ -47,7 +47,7 @@ def check(
 
     Example: oscarkv vllm check MODEL --artifact FILE --memory 40 --max-model-len 32768
     """
-    from oscarkv.integrations.serving.fit import examine
+    from oscarkv.integrations.serving.fit import GIB, examine
     from oscarkv.integrations.vllm.fit import VLLM
     from oscarkv.integrations.vllm.settings import Settings
 
@@ -64,17 +64,22 @@ def check(
         dtype=dtype,
         max_model_len=max_model_len,
         tensor_parallel_size=ranks,
-        memory=fit.memory_for(VLLM, model, memory, share, gpu_memory, ranks, option),
+        memory=fit.memory_for(VLLM, model, memory, share, gpu_memory, ranks, option, dtype),
     )
-    fit.report(found, as_json, _command(model, settings, max_model_len, ranks))
+    given: dict[str, object] = {
+        "--max-model-len": max_model_len,
+        "--tensor-parallel-size": ranks if ranks > 1 else None,
+        "--dtype": dtype if dtype != "auto" else None,
+        "--gpu-memory-utilization": share,
+        "--kv-cache-memory-bytes": None if memory is None else int(memory * GIB),
+    }
+    fit.report(found, as_json, _command(model, settings, given))
 
 
-def _command(model: str, settings: Settings, max_model_len: int | None, ranks: int) -> str:
+def _command(model: str, settings: Settings, given: dict[str, object]) -> str:
     """What to type next."""
     section = {"artifact": settings.artifact, "sink": settings.sink, "recent": settings.recent}
     section = {name: value for name, value in section.items() if value is not None}
     words = ["vllm", "serve", model, "--attention-backend", "CUSTOM"]
     words += ["--additional-config", json.dumps({"oscarkv": section})]
-    words += [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
-    words += [] if ranks == 1 else ["--tensor-parallel-size", str(ranks)]
-    return shlex.join(words)
+    return shlex.join([*words, *fit.words_of(given)])

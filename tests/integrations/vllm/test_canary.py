@@ -36,7 +36,7 @@ def known_text():
 
 
 def test_windows_that_hold_everything_lose_nothing(tiny_model, tokens):
-    with tiny_model.engine(ON | {"recent": 4096}) as engine:
+    with tiny_model.engine(ON | {"recent": 1024}) as engine:
         scores = rescore(engine, tokens)
     assert scores["kl"] < 1e-6
     assert scores["agreement"] == 1.0
@@ -151,6 +151,9 @@ def test_an_error_is_an_answer(tiny_model):
         ({"shares": 1}, {}, "unknown option shares of oscarkv's canary; known: share"),
         ({"share": 2}, {}, "share is 2, not a number from 0 to 1"),
         ({"max_tokens": "many"}, {}, "max_tokens is 'many'"),
+        ({"max_tokens": 300.0}, {}, "max_tokens is 300.0, not a whole number"),
+        ({"max_tokens": 143}, {}, r"needs 144 tokens .*may read 143 \(max_tokens 143"),
+        ({}, {"max_num_batched_tokens": 100}, "may read 100 .*--max-num-batched-tokens 100"),
         ({}, {"worker_extension_cls": "a.B"}, "canary cannot be used with --worker-extension-cls"),
         ({}, {"enable_lora": True}, "canary cannot be used with --enable-lora"),
         ({}, {"pipeline_parallel_size": 2}, "canary cannot be used with pipeline parallelism"),
@@ -159,6 +162,11 @@ def test_an_error_is_an_answer(tiny_model):
 def test_refused(tiny_model, section, knobs, message):
     with pytest.raises(OscarError, match=message):
         config(tiny_model, {"canary": section}, **knobs)
+
+
+def test_just_enough_tokens(tiny_model):
+    """Sink 16, recent 64, and 64 positions that read something packed."""
+    assert config(tiny_model, {"canary": {"max_tokens": 144}})
 
 
 def test_off_unless_asked_for(tiny_model):

@@ -45,6 +45,61 @@ def test_refused(tiny_model, options, knobs, message):
 
 
 @pytest.mark.parametrize(
+    ("owner", "changes", "message"),
+    [
+        ("model_config", {"enable_sleep_mode": True}, "--enable-sleep-mode"),
+        ("model_config", {"is_mm_prefix_lm": True}, "images whose tokens see each other"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+    ],
+)
+def test_refused_on_gpus(tiny_model, owner, changes, message):
+    """What vLLM does not take on a CPU, or for this model, is put into a configuration later."""
+    from oscarkv.integrations.vllm.check import check_config
+
+    made = config(tiny_model, {})
+    check_config(made)
+    for name, value in changes.items():
+        setattr(getattr(made, owner), name, value)
+    with pytest.raises(OscarError, match=message) as caught:
+        check_config(made)
+    assert "\n" not in str(caught.value)
+
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "naive-quantized",
+    "config_groups": {},
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    },
+}
+MODEL_OPTIMIZER = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": []},
+}
+
+
+@pytest.mark.parametrize("said", [COMPRESSED, MODEL_OPTIMIZER], ids=["scheme", "algorithm"])
+def test_a_checkpoint_that_asks_for_an_fp8_cache(tiny_model, said):
+    knobs = {"hf_overrides": {"quantization_config": said}, "dtype": "bfloat16"}
+    with pytest.raises(OscarError, match="the checkpoint asks for: add --kv-cache-dtype bfloat16"):
+        config(tiny_model, {}, **knobs)
+    config(tiny_model, {}, kv_cache_dtype="bfloat16", **knobs)
+
+
+@pytest.mark.parametrize(("dtype", "cache"), [("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_a_cache_in_the_models_dtype(tiny_model, dtype, cache):
+    assert config(tiny_model, {}, dtype=dtype, kv_cache_dtype=dtype)
+    with pytest.raises(OscarError, match=f"--kv-cache-dtype {cache}: the cache is oscarkv's"):
+        config(tiny_model, {}, dtype=dtype, kv_cache_dtype=cache)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layers": 4}, r"layers 4.*has layers 2"),

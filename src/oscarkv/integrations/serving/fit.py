@@ -5,6 +5,8 @@ For `oscarkv ENGINE check`: reads a configuration and an artifact, no weights, a
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +15,22 @@ from typing import Any
 import torch
 
 from oscarkv.artifact.summary import summarise
-from oscarkv.errors import MissingDependencyError, ModelMismatchError, OscarError
+from oscarkv.errors import (
+    MissingDependencyError,
+    ModelMismatchError,
+    OscarError,
+    UnsupportedModelError,
+)
 from oscarkv.integrations.serving.settings import Settings
-from oscarkv.integrations.transformers.geometry import FULL, ModelGeometry, describe_config
+from oscarkv.integrations.transformers.geometry import FULL, SLIDING, ModelGeometry, describe_config
 from oscarkv.integrations.transformers.models import load_config
 
 GIB = 1 << 30
 GOOD, WARNING, PROBLEM = "good", "warning", "problem"
+#: Kinds of RoPE with which a configuration states its context as it is after scaling.
+SCALED_ALREADY = ("llama3", "longrope", "su", "yarn")
+#: Types of tensors, in safetensors' words, that engines convert to the dtype they serve.
+CONVERTED = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -92,11 +103,17 @@ def examine(
     """`settings` are those of the server; OscarError: something cannot be read at all."""
     fit = Fit(model, settings.artifact)
     config = load_config(model)
-    geometry = geometry_of(config, model)
+    served = cache_dtype(config, dtype)
     _engine(fit, engine)
+    try:
+        geometry = geometry_of(config, model)
+    except UnsupportedModelError as error:
+        fit.say("model", str(error), PROBLEM)
+        return fit
     _identity(fit, settings, geometry)
     packed = _layers(fit, engine, settings, geometry)
     heads = _heads(fit, geometry, tensor_parallel_size)
+    _length(fit, engine, max_model_len, longest_context(config, geometry.identity.context))
     if not fit.good:
         return fit
     length = max_model_len or geometry.identity.context
@@ -108,11 +125,15 @@ def examine(
         packed,
         heads,
         geometry.identity.head_dim,
-        cache_dtype(config, dtype),
+        served,
         settings.recipe,
         length,
     )
-    _windows(fit, capacity)
+    try:
+        _windows(fit, capacity)
+    except OscarError as error:  # a head_dim without pages
+        fit.say("cache", str(error), PROBLEM)
+        return fit
     if packed < geometry.identity.layers:
         text = f"not foretold: {engine.name} shares memory out among kinds of layers when it starts"
         fit.say("capacity", text, WARNING)
@@ -138,11 +159,32 @@ def cache_dtype(config: Any, asked: str) -> torch.dtype:
     return torch.bfloat16 if found in (None, torch.float32) else found
 
 
+def longest_context(config: Any, stated: int) -> int:
+    """The longest request that engines take; some kinds of RoPE stretch the context that a
+    configuration states. 0: it states none."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    factors = [
+        part.get("factor") or 1
+        for part in parts
+        if part.get("rope_type") not in SCALED_ALREADY
+        and "original_max_position_embeddings" not in part
+        and not text.model_type.startswith("gemma3")  # states it scaled, whatever the kind
+    ]
+    return int(max(stated * max(factors, default=1), getattr(text, "model_max_length", 0) or 0))
+
+
 def memory_of(
-    engine: Engine, model: str, utilization: float, total: int, tensor_parallel_size: int
+    engine: Engine,
+    model: str,
+    utilization: float,
+    total: int,
+    tensor_parallel_size: int,
+    dtype: str = "auto",
 ) -> Memory:
     """What an engine would leave for the cache: a share of the GPU, less the weights."""
-    weights = weight_bytes(model)
+    weights = weight_bytes(model, cache_dtype(load_config(model), dtype))
     if weights is None:
         raise OscarError(f"no weights in {model} whose size could be taken off; give --memory")
     left = int(total * utilization) - weights // tensor_parallel_size
@@ -158,9 +200,42 @@ def memory_of(
     return Memory(left, how)
 
 
-def weight_bytes(model: str) -> int | None:
-    files = Path(model).expanduser().glob("*.safetensors")
-    return sum(file.stat().st_size for file in files) or None
+def weight_bytes(model: str, served: torch.dtype) -> int | None:
+    """What the weights take as they are served; None: there are none here."""
+    files = weight_files(Path(model).expanduser())
+    return sum(_served_bytes(file, served) for file in files) or None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that engines load: a directory may hold the same weights in other forms too."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OscarError(f"{index} is not a readable index of weights") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise OscarError(f"{index} names {missing[0]}, which is not there; give --memory")
+        return [folder / name for name in names]
+    found = sorted(folder.glob("*.safetensors"))
+    return [file for file in found if not file.name.startswith("consolidated")]
+
+
+def _served_bytes(file: Path, served: torch.dtype) -> int:
+    """The header of a safetensors file is its length, 8 bytes, and JSON."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(min(length, file.stat().st_size)))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        sizes = [(entry["dtype"], entry["data_offsets"]) for entry in tensors]
+    except (ValueError, KeyError, AttributeError, struct.error) as error:
+        raise OscarError(f"{file} is not a readable safetensors file") from error
+    return sum(
+        (end - start) * served.itemsize // CONVERTED.get(kind, served.itemsize)
+        for kind, (start, end) in sizes
+    )
 
 
 # -- what is looked at -----------------------------------------------------------------------------
@@ -192,7 +267,11 @@ def _identity(fit: Fit, settings: Settings, geometry: ModelGeometry) -> None:
     except ModelMismatchError as error:
         fit.say("artifact", str(error), PROBLEM)
         return
-    recipe = settings.recipe
+    try:
+        recipe = settings.recipe
+    except OscarError as error:  # bits that differ between layers
+        fit.say("artifact", str(error), PROBLEM)
+        return
     fit.say(
         "artifact",
         f"{recipe.name} for {mine.name}, written by oscarkv {settings.loaded.library_version} "
@@ -218,9 +297,11 @@ def _layers(fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometr
         for reason in sorted(set(reasons.values()))
     ]
     text = f"{packed} of {total} are packed; {'; '.join(parts)}: {engine.name}'s own cache"
-    if not engine.mixes_caches:
+    other = set(geometry.layer_types) - {FULL, SLIDING}  # chunks, states: not even skipped
+    mixes = engine.mixes_caches and not other
+    if not mixes:
         text += ", which it cannot have beside oscarkv's"
-    fit.say("layers", text, WARNING if packed and engine.mixes_caches else PROBLEM)
+    fit.say("layers", text, WARNING if packed and mixes else PROBLEM)
     return packed
 
 
@@ -242,6 +323,12 @@ def _heads(fit: Fit, geometry: ModelGeometry, ranks: int) -> int:
         shared = f", each held by {ranks // total} of them" if ranks > total else ""
         fit.say("ranks", f"{ranks}, with {heads} of {total} KV heads each{shared}")
     return heads
+
+
+def _length(fit: Fit, engine: Engine, asked: int | None, longest: int) -> None:
+    if asked is not None and longest and asked > longest:
+        text = f"{engine.length_option} {asked:,} is above the model's context, {longest:,} tokens"
+        fit.say("length", text, PROBLEM)
 
 
 def _windows(fit: Fit, capacity: Any) -> None:

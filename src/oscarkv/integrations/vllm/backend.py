@@ -29,7 +29,8 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
         torch.float16,
         torch.bfloat16,
     ]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    #: Where it is the model's own, which `check_config` sees to.
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
@@ -50,6 +51,25 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
         return [MultipleOf(PAGE_QUANTUM)]
+
+    # On CUDA vLLM asks these about every layer as it is built, before the layer is known to keep
+    # vLLM's own attention: yes to what `kept.py` hands over. Other types of attention and
+    # multimodal prefixes are no such thing: vLLM wraps the backend of the first, and the second
+    # are a matter of all layers, the packed ones too.
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Of an FP8 cache that a checkpoint asks for; asked even if `--kv-cache-dtype` declines
+        that cache, which is the only way to get here."""
+        return True
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

@@ -43,14 +43,19 @@ def check_config(config: Any) -> None:
     outside = [layer for layer in settings.skip if layer >= settings.loaded.model.layers]
     packed = set(settings.loaded.layers) - set(settings.skip)
     page = page_layout(settings.recipe, model.get_head_size(), model.dtype).page_size
+    own = str(model.dtype).removeprefix("torch.")
     connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
     chosen = config.attention_config.backend
     refused = {
         f"skip {outside}: the model has no such layers": bool(outside),
         f"{settings.artifact}: no layer is left to pack": not packed,
         "MLA: its cache is one latent a token, not keys and values": model.use_mla,
+        # Left to itself vLLM does as the checkpoint says, by now or when it builds the layers.
+        f"the FP8 KV cache that the checkpoint asks for: add {declining(own)}": bool(
+            declares_cache(model) and cache.cache_dtype != own
+        ),
         f"--kv-cache-dtype {cache.cache_dtype}: the cache is oscarkv's": cache.cache_dtype
-        != "auto",
+        not in ("auto", own),
         f"--block-size {cache.block_size}: pages hold {page} tokens; leave it out": bool(
             cache.user_specified_block_size and cache.block_size != page
         ),
@@ -64,7 +69,12 @@ def check_config(config: Any) -> None:
         "fold_values and LoRA: adapters expect the model's own values": bool(
             settings.fold_values and config.lora_config
         ),
-        "context parallelism": parallel.decode_context_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "--enable-sleep-mode: oscarkv's tensors would not come back": model.enable_sleep_mode,
+        "images whose tokens see each other both ways; for text alone: --language-model-only": (
+            model.is_mm_prefix_lm
+        ),
         "--enable-dbo: a step is planned once for all layers": bool(parallel.use_ubatching),
         f"recipe {settings.recipe.name!r}: it packs nothing": settings.recipe.exact,
         # Without this the server would run stock attention, and nobody would know.
@@ -77,6 +87,22 @@ def check_config(config: Any) -> None:
             raise OscarError(f"oscarkv cannot be used with {what}")
     attach.prepare(config, settings)
     logger.info("oscarkv: %s", describe(config, settings))
+
+
+def declares_cache(model: Any) -> bool:
+    """Whether a checkpoint says that its KV cache is to be quantised. `model`: ModelConfig."""
+    said = model.model_arch_config.quantization_config or {}
+    inner = said.get("quantization")  # NVIDIA's Model Optimizer
+    parts = [said, inner] if isinstance(inner, dict) else [said]
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+    return any(part.get(key) for part in parts for key in keys)
+
+
+def declining(own: str) -> str:
+    """The options that keep a cache in the model's dtype: vLLM knows them for two."""
+    if own in ("bfloat16", "float16"):
+        return f"--kv-cache-dtype {own}"
+    return "--dtype bfloat16 --kv-cache-dtype bfloat16"
 
 
 def _refuse_bare_backend(config: Any) -> None:

@@ -46,6 +46,27 @@ def require_readable(target: str | None, known: dict[str, Any]) -> None:
         )
 
 
+def require_unwrapped(layer: Any, name: str) -> None:
+    """Refuse a layer around whose backend vLLM puts more (chunks, encoders, cross attention):
+    neither our attention nor what `hand_over` gives it would do that."""
+    if layer.attn_backend is not first_backend():
+        raise UnsupportedModelError(
+            f"oscarkv cannot be used with this model: {name} is a {type(layer).__name__}, whose "
+            "attention is neither packed nor kept"
+        )
+
+
+def first_backend() -> type[AttentionBackend]:
+    """What vLLM chooses for every layer of a server that asks for oscarkv."""
+    if current_platform.is_cpu():
+        from oscarkv.integrations.vllm.cpu import SwitchBackend
+
+        return SwitchBackend
+    from oscarkv.integrations.vllm.backend import OscarBackend
+
+    return OscarBackend
+
+
 def hand_over(layer: Any, arguments: dict[str, Any], config: Any, act_dtype: Any) -> None:
     """Give a layer vLLM's own attention, in blocks of as many bytes as ours."""
     arguments = dict(arguments)

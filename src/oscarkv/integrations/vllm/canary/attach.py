@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from oscarkv.errors import OscarError
-from oscarkv.integrations.vllm.canary.options import CanaryOptions
+from oscarkv.integrations.vllm.canary.options import LEAST, CanaryOptions
 from oscarkv.integrations.vllm.settings import Settings, settings_of
 
 WORKER = "oscarkv.integrations.vllm.canary.worker.CanaryWorker"
@@ -14,7 +14,8 @@ WORKER = "oscarkv.integrations.vllm.canary.worker.CanaryWorker"
 
 def prepare(config: Any, settings: Settings) -> None:
     """Give the workers of this VllmConfig their method; refuse what cannot be rescored."""
-    if CanaryOptions.of(settings.canary) is None:
+    options = CanaryOptions.of(settings.canary)
+    if options is None:
         return
     parallel, extension = config.parallel_config, config.parallel_config.worker_extension_cls
     refused = {
@@ -27,7 +28,20 @@ def prepare(config: Any, settings: Settings) -> None:
     for what, present in refused.items():
         if present:
             raise OscarError(f"oscarkv's canary cannot be used with {what}")
+    _require_room(options.max_tokens, config.scheduler_config.max_num_batched_tokens, settings)
     parallel.worker_extension_cls = WORKER
+
+
+def _require_room(most: int, step: int, settings: Settings) -> None:
+    """Refuse limits below what `Watch` asks of a request: it would never measure anything."""
+    sink, recent = settings.recipe.sink, settings.recipe.recent
+    needed = sink + recent + LEAST
+    if min(most, step) < needed:
+        raise OscarError(
+            f"oscarkv's canary would never rescore a request: it needs {needed} tokens (sink "
+            f"{sink}, recent {recent}, and {LEAST} more), and may read {min(most, step)} "
+            f"(max_tokens {most}, --max-num-batched-tokens {step})"
+        )
 
 
 def install() -> None:

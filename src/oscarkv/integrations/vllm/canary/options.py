@@ -7,6 +7,9 @@ from typing import Any
 
 from oscarkv.errors import OscarError
 
+#: Positions beyond the windows that a request must have: fewer say little.
+LEAST = 64
+
 
 @dataclass(frozen=True)
 class CanaryOptions:
@@ -47,4 +50,8 @@ class CanaryOptions:
                 raise OscarError(
                     f"oscarkv's canary: {name} is {value!r}, not a number from {low:g} to {high:g}"
                 )
+        if not isinstance(options.max_tokens, int):  # it cuts a list of tokens
+            raise OscarError(
+                f"oscarkv's canary: max_tokens is {options.max_tokens!r}, not a whole number"
+            )
         return options

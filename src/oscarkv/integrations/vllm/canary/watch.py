@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from oscarkv.integrations.vllm.canary.options import CanaryOptions
+from oscarkv.integrations.vllm.canary.options import LEAST, CanaryOptions
 from oscarkv.integrations.vllm.canary.report import Report, Score
 from oscarkv.integrations.vllm.settings import Settings
 
@@ -18,8 +18,6 @@ logger = init_logger("vllm.oscarkv")
 
 #: Seconds between two looks whether the engine is idle.
 POLL = 0.1
-#: Positions beyond the windows that a request must have: fewer say little.
-LEAST = 64
 
 
 class Watch:
