@@ -85,6 +85,29 @@ def test_every_head_dim(head_dim: int, device: torch.device) -> None:
     assert error(one, [1], device) < BOUND
 
 
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_registers_are_limited_only_by_nvidia(
+    hip: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton knows no such option for AMD."""
+    kernel, options = triton_decode._attend, {}
+
+    class Launch:
+        def __getitem__(self, grid):
+            def launch(*arguments, **named):
+                options.update(named)
+                kernel[grid](*arguments, **named)
+
+            return launch
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(triton_decode, "_attend", Launch())
+    one = rig(kv_heads=1)
+    one.write([40], *one.tokens(40)[1:])
+    assert error(one, [1], device) < BOUND
+    assert options.get("maxnreg") == (168 if hip is None else None)
+
+
 @pytest.mark.parametrize("group", [1, 3, 4, 6, 7, 12, 16])
 def test_every_gqa_ratio(group: int, device: torch.device) -> None:
     one = rig(group=group, kv_heads=2)

@@ -11,6 +11,7 @@ from kernels.triton_helpers import COMPILED
 from torch import Tensor
 
 pytest.importorskip("triton")  # tests/conftest.py has chosen the interpreter where there is no GPU
+import triton.language as tl
 
 from oscarkv.cache import Step
 from oscarkv.kernels import LayerCache, Transforms
@@ -150,6 +151,57 @@ def rig_with(
 def test_every_head_dim(head_dim: int, device: torch.device) -> None:
     rig = rig_with([41], head_dim=head_dim, kv_heads=1)
     assert check(rig, [9], device) < BOUND
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize(("head_dim", "numbers"), [(128, 32 * 128), (192, 64 * 256)])
+def test_little_shared_memory(
+    head_dim: int,
+    numbers: int,
+    folded: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last product goes through its matrix in slices, four of them."""
+    monkeypatch.setattr(module, "shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(module, "SMALL_SLICE", numbers)
+    rig = Rig(make_layer(SMALL, head_dim, kv_heads=1), 2)
+    if folded:
+        transforms = rig.layer.transforms
+        transforms.value = transforms.value_inverse = transforms.value_mean = None
+    _, k, v = rig.tokens(41)
+    rig.write([41], k.bfloat16().float(), v.bfloat16().float())
+    assert check(rig, [9], device) < BOUND
+
+
+def test_tiles_by_shared_memory() -> None:
+    layout = make_layer(SMALL, 256).layout
+
+    def tiles(dtype: torch.dtype, kib: int) -> Tiles:
+        return module._tiles(256, dtype, 1000, layout, kib * 1024)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        assert tiles(dtype, 227).slice == 256
+        assert tiles(dtype, 163) == tiles(dtype, 99)
+        assert tiles(dtype, 99).slice == 64
+    assert tiles(torch.bfloat16, 99).block_m == tiles(torch.bfloat16, 227).block_m
+    assert tiles(torch.float32, 99).block_m < tiles(torch.float32, 227).block_m
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_numbers_far_apart(head_first: bool) -> None:
+    """Offsets of tokens or heads that int32 does not hold: indices are widened, and only there."""
+    near = torch.empty(4, 2, 64, device="meta")
+    far = torch.empty_strided(
+        (4, 2, 64), (64, 2**30, 1) if head_first else (2**29, 64, 1), device="meta"
+    )
+    assert module._index_type(near, near) == tl.int32
+    assert module._index_type(near, far) == tl.int64
+
+
+def test_wide_indices(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_index_type", lambda *tensors: tl.int64)
+    assert check(rig_with([41]), [40], device) < BOUND
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7])

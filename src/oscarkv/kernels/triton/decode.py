@@ -171,7 +171,8 @@ def decode(
     small = not wide and parts * block_rows == 16
     _, v_at, kp_at, vp_at, _ = layout.offsets
     parameter_format = FORMATS[layout.parameter_format]
-    options = {"maxnreg": tuning.registers} if small and tuning.registers else {}
+    limited = small and tuning.registers and torch.version.hip is None  # an option of NVIDIA's
+    options = {"maxnreg": tuning.registers} if limited else {}
     _attend[(splits + 1, batch * row_blocks, heads)](
         q, acc, offsets, window_acc, maxima, sums,
         layer.history, window, plan.history_table, plan.window_table, plan.seq_lens,

@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from oscarkv.codec.layout import PAGE_QUANTUM, PageLayout, RowLayout
@@ -46,7 +48,7 @@ class Tiles:
     warps: int
     history_stages: int = 5  # a page table is read first: 5 keep two steps in flight, 3 one
     exact_stages: int = 2
-    registers: int | None = None  # of a thread, at most
+    slice: int = 256  # rows of B^-1 that one step of acc B^-1 takes, at most
 
 
 #: For 16-bit queries.
@@ -65,6 +67,12 @@ USE_ASM = True
 SHORT_ROWS = 16
 #: Channels of q that one step of q A^-T takes.
 TRANSFORM_BLOCK = 64
+#: Bytes of shared memory with which tiles are used as they are. An H100 has 227 KiB, an A100 163,
+#: most others 99.
+ENOUGH_SHARED = 200 * 1024
+#: Where there are fewer: numbers of B^-1 in a slice, and of fp32 queries in a program.
+SMALL_SLICE = 16 * 1024
+SMALL_QUERIES = 4 * 1024
 
 _FAR = 1 << 30  # further than any position
 _PARAMETER_TYPES = {"fp16": torch.int32, "log8": torch.int16, "log8-symmetric": torch.uint8}
@@ -77,7 +85,8 @@ def prefill(plan: Plan, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out:
     heads, dim, layout = layer.kv_heads, q.shape[-1], layer.layout
     group = q.shape[1] // heads
     columns = triton.next_power_of_2(dim)
-    tiles = _tiles(columns, q.dtype, plan.max_query_len * group, layout)
+    shared = shared_memory(q.device)
+    tiles = _tiles(columns, q.dtype, plan.max_query_len * group, layout, shared)
     transforms = layer.transforms
     query_matrix, value_matrix = _matrices(layer, columns)
     key_mean, value_mean = transforms.key_mean.contiguous(), transforms.value_mean
@@ -113,18 +122,33 @@ def prefill(plan: Plan, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out:
         EXACT_QUERIES=q.dtype == torch.bfloat16,
         ASM=USE_ASM and q.is_cuda and torch.version.hip is None,
         BLOCK_M=tiles.block_m, HISTORY_N=tiles.history_n, EXACT_N=tiles.exact_n,
-        TRANSFORM_N=min(TRANSFORM_BLOCK, columns), HISTORY_STAGES=tiles.history_stages,
+        TRANSFORM_N=min(TRANSFORM_BLOCK, columns), SLICE=min(tiles.slice, columns),
+        INDEX=_index_type(q, k, v, out), HISTORY_STAGES=tiles.history_stages,
         EXACT_STAGES=tiles.exact_stages, num_warps=tiles.warps,
-        **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
     )  # fmt: skip
 
 
-def _tiles(columns: int, dtype: torch.dtype, rows: int, layout: PageLayout) -> Tiles:
+@lru_cache(maxsize=8)
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    if device.type != "cuda":
+        return ENOUGH_SHARED  # the interpreter: no limit
+    properties = torch.cuda.get_device_properties(device)
+    # AMD's have no opt-in.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def _tiles(columns: int, dtype: torch.dtype, rows: int, layout: PageLayout, shared: int) -> Tiles:
     """The tunables for this geometry; fewer rows for the shortest chunks, which fill no tile.
 
     Not for any in between: each would be compiled, when a server first meets it.
     """
-    tiles = WIDE_TILES[columns > 128] if dtype == torch.float32 else TILES[columns]
+    wide = dtype == torch.float32
+    tiles = WIDE_TILES[columns > 128] if wide else TILES[columns]
+    if shared < ENOUGH_SHARED:
+        tiles = replace(tiles, slice=SMALL_SLICE // columns)
+        if wide:
+            tiles = replace(tiles, block_m=min(tiles.block_m, SMALL_QUERIES // columns))
     size = layout.head_dim // layout.groups
     for row in (layout.key_row, layout.value_row):
         if row.bits == 3 or (layout.groups > 1 and size % (2 * row.planes[0].words)):
@@ -133,6 +157,12 @@ def _tiles(columns: int, dtype: torch.dtype, rows: int, layout: PageLayout) -> T
     if rows > SHORT_ROWS:
         return tiles
     return replace(tiles, block_m=SHORT_ROWS, warps=min(tiles.warps, 4))
+
+
+def _index_type(*tensors: Tensor) -> tl.dtype:
+    """Of tokens and heads that are multiplied by a stride: int64 only where int32 would wrap."""
+    last = max(x.shape[axis] * x.stride(axis) for x in tensors for axis in (0, 1))
+    return tl.int64 if last >= 2**31 else tl.int32
 
 
 def _alignment(pages: Tensor) -> int:

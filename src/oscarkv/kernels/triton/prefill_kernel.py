@@ -62,7 +62,8 @@ def prefill_kernel(
     PARAMETER_ALIGN: tl.constexpr, STRICT: tl.constexpr, CAPPED: tl.constexpr,
     FOLDED: tl.constexpr, VALUE_MEAN: tl.constexpr, EXACT_QUERIES: tl.constexpr,
     ASM: tl.constexpr, BLOCK_M: tl.constexpr, HISTORY_N: tl.constexpr, EXACT_N: tl.constexpr,
-    TRANSFORM_N: tl.constexpr, HISTORY_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
+    TRANSFORM_N: tl.constexpr, SLICE: tl.constexpr, INDEX: tl.constexpr,
+    HISTORY_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
 ):  # fmt: skip
     # The last rows see the most keys: they go first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -82,7 +83,7 @@ def prefill_kernel(
     channel = tl.arange(0, COLUMNS)
     in_head = (channel < HEAD_DIM)[None, :]
     row_token = (chunk + row // GROUP).to(tl.int64)
-    row_head = head * GROUP + row % GROUP
+    row_head = (head * GROUP + row % GROUP).to(INDEX)
     rows = q + row_token * q_token + row_head * q_head
     maximum = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -139,7 +140,7 @@ def prefill_kernel(
             )  # fmt: skip
         acc = back_transformed(
             acc, total, value_matrix + square, value_matrix + rest + square,
-            value_mean + head * HEAD_DIM, HEAD_DIM, COLUMNS, FOLDED, VALUE_MEAN,
+            value_mean + head * HEAD_DIM, HEAD_DIM, COLUMNS, SLICE, FOLDED, VALUE_MEAN,
         )  # fmt: skip
 
     # ptxas runs all products one by one (C7515) unless the accumulator is computed here once more.
@@ -149,8 +150,8 @@ def prefill_kernel(
     queries = tl.load(rows[:, None] + channel[None, :], mask=real[:, None] & in_head, other=0.0)
     rates = tl.full([BLOCK_M], 1.0, tl.float32) * rate
     shifts = tl.zeros([BLOCK_M], tl.float32)
-    own_k = k + chunk.to(tl.int64) * k_token + head * k_head + channel[None, :]
-    own_v = v + chunk.to(tl.int64) * v_token + head * v_head + channel[None, :]
+    own_k = k + chunk.to(tl.int64) * k_token + head.to(INDEX) * k_head + channel[None, :]
+    own_v = v + chunk.to(tl.int64) * v_token + head.to(INDEX) * v_head + channel[None, :]
     stored = window + head.to(tl.int64) * window_head + channel[None, :] * window_channel
     table = window_table + sequence.to(tl.int64) * window_table_row
     exact_from = t1  # from here on, the rule does not matter
@@ -169,7 +170,7 @@ def prefill_kernel(
     before = tl.cdiv(inner - low, EXACT_N)
     after = tl.cdiv(tl.maximum(t1 - outer, 0), EXACT_N)
     for first_key in tl.range(bound(inner), bound(outer), EXACT_N, num_stages=EXACT_STAGES):
-        j = first_key - begin + tl.arange(0, EXACT_N)[:, None]
+        j = (first_key - begin + tl.arange(0, EXACT_N)[:, None]).to(INDEX)
         if HEAD_DIM == COLUMNS:
             keys = tl.load(own_k + j * k_token)
             values = tl.load(own_v + j * v_token)
@@ -196,7 +197,7 @@ def prefill_kernel(
         at = page.to(tl.int64) * window_page + j % WINDOW_PAGE * window_token
         at = stored + at[:, None]
         other = before_chunk[:, None] & in_head
-        own_j = (j - begin)[:, None]
+        own_j = (j - begin)[:, None].to(INDEX)
         own_keys = tl.load(own_k + own_j * k_token, mask=own, other=0.0).to(queries.dtype)
         own_values = tl.load(own_v + own_j * v_token, mask=own, other=0.0).to(queries.dtype)
         kept_keys = tl.load(at, mask=other, other=0.0).to(queries.dtype)

@@ -44,21 +44,43 @@ def transformed_queries(
 
 
 @triton.jit
+def _product(
+    acc, matrix, rest, result, COLUMNS: tl.constexpr, SLICE: tl.constexpr, FOLDED: tl.constexpr
+):
+    """result + acc B^-1, by at most SLICE rows of the matrix at a time."""
+    ROWS: tl.constexpr = acc.shape[1]
+    if ROWS <= SLICE:
+        row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        at = row[:, None] * COLUMNS + column[None, :]
+        high = tl.load(matrix + at)
+        rounded = acc.to(tl.bfloat16)
+        left = (acc - rounded.to(tl.float32)).to(tl.bfloat16)
+        result = dot(rounded, high, result)
+        result = dot(left, high, result)
+        if not FOLDED:
+            result = dot(rounded, tl.load(rest + at), result)
+    else:
+        HALF: tl.constexpr = ROWS // 2
+        halves = tl.permute(tl.reshape(acc, (acc.shape[0], 2, HALF)), (0, 2, 1))
+        first, second = tl.split(halves)
+        result = _product(first, matrix, rest, result, COLUMNS, SLICE, FOLDED)
+        below: tl.constexpr = HALF * COLUMNS
+        result = _product(second, matrix + below, rest + below, result, COLUMNS, SLICE, FOLDED)
+    return result
+
+
+@triton.jit
 def back_transformed(
     acc, total, matrix, rest, mean, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    FOLDED: tl.constexpr, VALUE_MEAN: tl.constexpr,
+    SLICE: tl.constexpr, FOLDED: tl.constexpr, VALUE_MEAN: tl.constexpr,
 ):  # fmt: skip
-    """acc B^-1 + total m_V. FOLDED: the matrix only puts the channels in order."""
-    column = tl.arange(0, COLUMNS)
-    at = column[:, None] * COLUMNS + column[None, :]
-    high = tl.load(matrix + at)
-    rounded = acc.to(tl.bfloat16)
-    left = (acc - rounded.to(tl.float32)).to(tl.bfloat16)
-    result = dot(rounded, high, None)
-    result = dot(left, high, result)
-    if not FOLDED:
-        result = dot(rounded, tl.load(rest + at), result)
+    """acc B^-1 + total m_V. FOLDED: the matrix only puts the channels in order.
+
+    SLICE rows of the matrix lie in shared memory at a time: all of them, where they fit.
+    """
+    result = _product(acc, matrix, rest, None, COLUMNS, SLICE, FOLDED)
     if VALUE_MEAN:
+        column = tl.arange(0, COLUMNS)
         means = tl.load(mean + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
         result += total[:, None] * means[None, :]
     return result

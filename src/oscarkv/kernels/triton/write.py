@@ -169,7 +169,7 @@ def _write(
     WINDOW_SIDE_STRIDE: tl.constexpr, WINDOW_TOKEN_STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # times a stride, it can be more than int32 holds
     history += head * HEAD_STRIDE
     window += head * WINDOW_HEAD_STRIDE
     if tl.program_id(2) == 0:
