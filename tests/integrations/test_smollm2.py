@@ -60,9 +60,7 @@ def one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("one_thread")
-def test_decoding_takes_at_most_twice_the_work(
-    loaded: tuple[Any, Any], artifact: Artifact
-) -> None:
+def test_decoding_takes_at_most_twice_the_work(loaded: tuple[Any, Any], artifact: Artifact) -> None:
     """Of the processor, whatever else it does meanwhile."""
     model, tokenizer = loaded
     ids = tokenizer(read("botchan.txt")[:20000], return_tensors="pt")["input_ids"][:, :2048]
