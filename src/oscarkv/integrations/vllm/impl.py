@@ -63,7 +63,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         layers.check_model(settings.loaded, self.config.model_config)
         layers.activate(settings)
         self._windows: WindowLayer | None = None
-        self._windows_name, self._index = "", -1
+        self._windows_name = ""
         self._transforms: Transforms | None = None
         self._memo: dict[str, Tensor] = {}
         self.folded = False  # values come transformed: fold.py
@@ -71,20 +71,19 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
     # -- loading -------------------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the companion that makes vLLM keep this layer's exact windows, or step aside.
-        vLLM calls this again when it reloads weights."""
+        """Add the companion that makes vLLM keep this layer's exact windows, or step aside."""
         from oscarkv.integrations.vllm.backend import OscarBackend
 
-        if self._transforms is not None:
-            self._loaded_again(self._transforms)
+        if self._transforms is not None:  # vLLM has loaded weights again: what is ours stays,
+            self._require_plain_weights()  # windows that have a cache, tensors that graphs read
             return
         known = self.config.compilation_config.static_forward_context
         names = [name for name, layer in known.items() if getattr(layer, "impl", None) is self]
         if len(names) != 1:
             raise OscarError(f"an attention layer is known to vLLM under {len(names)} names")
         layer, recipe = known[names[0]], self.settings.recipe
+        artifact, index = self.settings.loaded, extract_layer_index(names[0])
         require_unwrapped(layer, names[0])
-        self._index = index = extract_layer_index(names[0])
         if keeps_own_cache(layer, index, self.arguments, self.settings):
             hand_over(layer, self.arguments, self.config, act_dtype)
             return
@@ -96,27 +95,21 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
             self.num_kv_heads, self.head_size, dtype, recipe.sink, recipe.recent, page
         )
         # Here and not at the first step: vLLM measures what a model takes before it makes caches.
-        self._transforms = self._make_transforms()
+        heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
+        device = self.config.device_config.device
+        self._transforms = rank_transforms(artifact.layers[index], heads, device, self.folded)
         if self.settings.fold_values and not self.folded:
             raise UnsupportedModelError(
                 f"values of {names[0]} were not folded into the weights: their loader "
                 f"({self.config.load_config.load_format}) is unknown; leave fold_values out"
             )
 
-    def _make_transforms(self) -> Transforms:
-        artifact, device = self.settings.loaded, self.config.device_config.device
-        heads = layers.rank_heads(artifact.model.kv_heads, self.num_kv_heads)
-        return rank_transforms(artifact.layers[self._index], heads, device, self.folded)
-
-    def _loaded_again(self, transforms: Transforms) -> None:
-        """Keep the windows, to which vLLM has bound a cache, and the transforms' tensors, which
-        captured graphs read."""
+    def _require_plain_weights(self) -> None:
         if self.folded:
             raise OscarError(
                 "the weights were loaded again without the values that fold_values puts into "
                 "them: restart the server, or leave fold_values out"
             )
-        layers.refresh(transforms, self._make_transforms())
 
     def _layer(self, history: Tensor) -> LayerCache:
         """The cache that vLLM bound last. It makes a small one first, to capture graphs and see

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -51,14 +50,6 @@ def rank_heads(total: int, mine: int) -> slice:
     """The KV heads of this rank."""
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     return heads_of(total, mine, rank, ranks)
-
-
-def refresh(transforms: Transforms, again: Transforms) -> None:
-    """Copy values, into the same tensors."""
-    for field in dataclasses.fields(transforms):
-        tensor = getattr(transforms, field.name)
-        if tensor is not None:
-            tensor.copy_(getattr(again, field.name))
 
 
 def bind(
