@@ -194,9 +194,8 @@ def serving(
                     settings |= {f"oscarkv_{key}": value for key, value in section.items()}
             elif name == "oscarkv":
                 settings["additional_config"] = {"oscarkv": section}
-            if (
-                on_gpu and engine != SGLANG
-            ):  # elsewhere there is one only, and the plugin stands in for it
+            # Elsewhere there is one only, and the plugin stands in for it.
+            if on_gpu and engine != SGLANG:
                 settings["attention_backend"] = "CUSTOM" if name == "oscarkv" else name
             return EnginePlan(
                 name=name,

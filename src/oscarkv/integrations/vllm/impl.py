@@ -74,8 +74,10 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         """Add the companion that makes vLLM keep this layer's exact windows, or step aside."""
         from oscarkv.integrations.vllm.backend import OscarBackend
 
-        if self._transforms is not None:  # vLLM has loaded weights again: what is ours stays,
-            self._require_plain_weights()  # windows that have a cache, tensors that graphs read
+        # vLLM may load weights again. What is ours stays then: windows that have a cache by now,
+        # and tensors that captured graphs read.
+        if self._transforms is not None:
+            self._require_plain_weights()
             return
         known = self.config.compilation_config.static_forward_context
         names = [name for name, layer in known.items() if getattr(layer, "impl", None) is self]
