@@ -52,11 +52,36 @@ struct Piece {
     int window_begin, window_end, history_begin, history_end;  // tiles, chunks
 };
 
-// Add up the warps' results of one kind (0 history, 1 windows) into s.history or s.window.
+// Where a block's results go: into shared memory if it is alone with its pair, else into the record
+// of its part.
+struct Results {
+    Shared& s;
+    float* record;  // of several parts: m and l of each (kind, row), then their sums; or nullptr
+
+    // Of a kind: 0 history, 1 windows.
+    DEVICE void set_stats(int kind, int row, float m, float l) const {
+        if (record) {
+            *(Pair*)&record[2 * (kind * ROWS + row)] = {m, l};
+        } else {
+            s.m[kind][row] = m;
+            s.l[kind][row] = l;
+        }
+    }
+
+    DEVICE void set_sum(int kind, int row, int channel, float x) const {
+        if (record)
+            record[4 * ROWS + (kind * ROWS + row) * HEAD_DIM + channel] = x;
+        else
+            (kind ? s.window : s.history)[row][channel] = x;
+    }
+};
+
+// Add up the warps' results of one kind.
 template <int TILES, class Channel>
-DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4],
+DEVICE void merge_warps(const Results& results, int kind, float (&out)[COLUMN_TILES][TILES][4],
                         const float (&m)[ROW_GROUPS], const float (&l)[ROW_GROUPS],
                         Channel channel) {
+    Shared& s = results.s;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
         const float sum = tokens_sum(l[rows]);
@@ -90,17 +115,15 @@ DEVICE void merge_warps(Shared& s, int kind, float (&out)[COLUMN_TILES][TILES][4
                 UNROLL for (int group = 0; group < GROUPS; group++)
                     lo[group] += s.warp_lo[w][r][group] * factor;
         }
-        s.m[kind][r] = top;
-        s.l[kind][r] = sum;
+        results.set_stats(kind, r, top, sum);
         UNROLL for (int group = 0; group < GROUPS; group++) s.lo[r][group] = lo[group];
     }
     __syncthreads();
-    float (*result)[STRIDE] = kind ? s.window : s.history;
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
         const int r = i / HEAD_DIM, c = i % HEAD_DIM;
         float sum = s.lo[r][GROUPS == 1 ? 0 : c / (HEAD_DIM / GROUPS)];
         UNROLL for (int w = 0; w < WARPS; w++) sum += ((float*)s.work)[(w * ROWS + r) * STRIDE + c];
-        result[r][c] = sum;
+        results.set_sum(kind, r, c, sum);
     }
     __syncthreads();
 }

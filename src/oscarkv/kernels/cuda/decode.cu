@@ -81,11 +81,16 @@ oscar_decode(const __grid_constant__ Arguments a) {
         p.window_end = window_from(part * size + size);
         p.history_begin = chunk_from(part * size);
         p.history_end = chunk_from(part * size + size);
-        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
-            s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
-        if (threadIdx.x < 2 * ROWS) {
-            s.m[threadIdx.x / ROWS][threadIdx.x % ROWS] = NOTHING;
-            s.l[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
+        const int record = plan.first_record(a.batch)[b] + index - first_part[b];
+        const Results results{s, q.parts > 1 ? record_of(a, record) : nullptr};
+        // What a part has no keys of has no sums either.
+        if (p.history_end == p.history_begin && threadIdx.x < ROWS)
+            results.set_stats(0, threadIdx.x, NOTHING, 0);
+        if (p.window_end == p.window_begin) {
+            if (threadIdx.x < ROWS) results.set_stats(1, threadIdx.x, NOTHING, 0);
+            if (q.parts == 1)  // write_rows adds them up
+                for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS)
+                    s.window[i / HEAD_DIM][i % HEAD_DIM] = 0;
         }
         const float* inverse =
             a.value_inverse ? a.value_inverse + (i64)p.head * HEAD_DIM * HEAD_DIM : nullptr;
@@ -97,18 +102,15 @@ oscar_decode(const __grid_constant__ Arguments a) {
                 prefetch(a.value_mean + p.head * HEAD_DIM + 32 * threadIdx.x);
         }
         if (p.history_end > p.history_begin) {
-            read_history(a, p, q, s);
+            read_history(a, p, q, results);
         } else {
             load_window_queries(a, p, s);
             __syncthreads();
         }
-        if (p.window_end > p.window_begin) read_windows(a, p, q, s);
+        if (p.window_end > p.window_begin) read_windows(a, p, q, results);
 
         bool last = true;
         if (q.parts > 1) {
-            const int record = plan.first_record(a.batch)[b] + index - first_part[b];
-            __syncthreads();
-            write_partial(record_of(a, record), s);
             __syncthreads();
             if (threadIdx.x == 0) {
                 int* arrivals = a.arrivals + (b * a.kv_heads + p.head) * a.row_blocks + p.row_block;

@@ -22,10 +22,9 @@ from oscarkv.linalg import hadamard
 
 #: Chunks of this many bytes and more make good use of memory; a ring holds a few of them.
 CHUNK_BYTES = 4096
-#: Tiles that a warp works on at a time, so that one's arithmetic fills the other's waits.
-TILES_AT_ONCE = 2
-#: Warps of a block for narrow heads (64), which need fewer registers.
-NARROW_WARPS = 10
+#: Tiles that a warp works on at a time, so that one's arithmetic fills the other's waits: more
+#: where there are few query rows to hold and a tile has much to do.
+TILES_AT_ONCE, WIDE_TILES_AT_ONCE = 2, 4
 #: Query rows that a block of oscar_queries transforms.
 QUERY_ROWS = 8
 #: Parts that a block works on, about, where lengths differ.
@@ -86,8 +85,6 @@ class Geometry(PackedFormat):
     @property
     def warps(self) -> int:
         """Of a block: two blocks of 8 on a processor; wide heads need more registers for each."""
-        if self.head_dim == 64 and self.row_groups == 1 and self.groups == 1:
-            return NARROW_WARPS
         return 12 if self.head_dim > 128 and self.row_groups == 1 else 8
 
     @property
@@ -113,7 +110,10 @@ class Geometry(PackedFormat):
     @property
     def tiles_at_once(self) -> int:
         """More groups or rows have more to hold."""
-        return min(TILES_AT_ONCE, self.chunk) if self.groups == 1 and self.row_groups <= 2 else 1
+        if self.groups > 1 or self.row_groups > 2:
+            return 1
+        wide = self.head_dim > 64 and self.row_groups == 1
+        return min(WIDE_TILES_AT_ONCE if wide else TILES_AT_ONCE, self.chunk)
 
     @property
     def stages(self) -> int:

@@ -387,7 +387,8 @@ struct History {
         if (__all_sync(ALL, all_seen)) over_limit = ABOVE_4096;
     }
 
-    DEVICE void finish(Shared& s) {
+    DEVICE void finish(const Results& results) {
+        Shared& s = results.s;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             UNROLL for (int group = 0; group < GROUPS; group++) {
@@ -399,13 +400,15 @@ struct History {
             UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
                 UNROLL for (int i = 0; i < 4; i++)
                     out[n][tile][i] *= 16777216.0f / (float)(1 << (2 * (tile & 3)));
-        merge_warps<ROW_TILES>(s, 0, out, m, l, [](int tile, int g, int half) {
+        merge_warps<ROW_TILES>(results, 0, out, m, l, [](int tile, int g, int half) {
             return tile_valid(tile, g) ? tile_channel(tile, g, half) : -1;
         });
     }
 };
 
-DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q,
+                         const Results& results) {
+    Shared& s = results.s;
     const int warp = threadIdx.x / 32;
     u8* stages = s.work + warp * STAGES * STAGE_BYTES;
     const int chunks = p.history_end - p.history_begin;
@@ -452,5 +455,5 @@ DEVICE void read_history(const Arguments& a, const Piece& p, const Sequence& q, 
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     wait_copies<0>();
-    state.finish(s);
+    state.finish(results);
 }

@@ -69,18 +69,6 @@ DEVICE void write_rows(const Arguments& a, const Piece& p, bool has_history, con
 constexpr int RECORD = 2 * ROWS * (HEAD_DIM + 2);
 DEVICE float* record_of(const Arguments& a, int index) { return a.partial + (i64)index * RECORD; }
 
-DEVICE void write_partial(float* record, const Shared& s) {
-    for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
-        record[2 * i] = s.m[i / ROWS][i % ROWS];
-        record[2 * i + 1] = s.l[i / ROWS][i % ROWS];
-    }
-    float* sums = record + 4 * ROWS;
-    for (int i = threadIdx.x; i < 2 * ROWS * HEAD_DIM; i += THREADS) {
-        const int kind = i / (ROWS * HEAD_DIM), r = i / HEAD_DIM % ROWS, c = i % HEAD_DIM;
-        if (s.l[kind][r] > 0) sums[i] = kind ? s.window[r][c] : s.history[r][c];
-    }
-}
-
 // Sums of keys with respect to a reference: what more of them, with another one, makes of them.
 struct Running {
     float top = NOTHING, weight = 0;

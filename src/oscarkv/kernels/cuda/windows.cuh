@@ -1,6 +1,8 @@
 // Exact keys and values: 16 tokens of a window page at a time, straight from memory to registers.
 
-DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, Shared& s) {
+DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q,
+                         const Results& results) {
+    Shared& s = results.s;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float out[COLUMN_TILES][WINDOW_TILES][4] = {};
     float m[ROW_GROUPS], l[ROW_GROUPS];
@@ -118,7 +120,7 @@ DEVICE void read_windows(const Arguments& a, const Piece& p, const Sequence& q, 
             }
         }
     }
-    merge_warps<WINDOW_TILES>(s, 1, out, m, l, [](int tile, int g, int half) {
+    merge_warps<WINDOW_TILES>(results, 1, out, m, l, [](int tile, int g, int half) {
         const int c = 64 * (tile / 4) + 8 * g + 4 * half + tile % 4;
         return HEAD_DIM % 64 == 0 || c < HEAD_DIM ? c : -1;
     });
