@@ -36,6 +36,9 @@ def figures(record: dict[str, Any]) -> Figures:
             if line["what"] == "step":
                 here[f"step, {line['batch']} x {line['context']:,}"] = 1000 / line["ms"]
             elif line["what"] == "throughput":
+                # gpu_sglang.py prints what `oscarkv bench serving` measures, with its names.
+                theirs = {"requests": "batch", "new_tokens": "new", "tokens_per_s": "tokens_s"}
+                line = {theirs.get(key, key): value for key, value in line.items()}
                 name = "throughput, {batch} x {context:,}, {new} new".format(**line)
                 here[name] = line["tokens_s"]
             elif line["what"] == "prefill":
