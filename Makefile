@@ -12,7 +12,10 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 # Two files of tests at a time, each with one thread: most of their time is Python's, not torch's.
-TWO_AT_A_TIME = OMP_NUM_THREADS=1 $(1)/pytest -q -n 2 --dist loadfile
+TWO_AT_A_TIME = OMP_NUM_THREADS=1 $(1)/python -m pytest -q -n 2 --dist loadfile
+
+# Where an environment's packages are.
+SITE_PACKAGES = $(1)/python -c 'import site; print(site.getsitepackages()[0])'
 
 .PHONY: demo test test-slow test-vllm test-sglang test-gpu accuracy lint setup clean
 
@@ -32,7 +35,7 @@ test-slow: setup
 test-vllm: $(VLLM_VENV)/.ready
 	$(call TWO_AT_A_TIME,$(VLLM_BIN)) tests/integrations/vllm --durations=15
 
-# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped. Takes 4 GB of disk.
+# The SGLang plugin in SGLang's CPU engine; elsewhere these tests are skipped.
 test-sglang: $(SGLANG_VENV)/.ready
 	$(call TWO_AT_A_TIME,$(SGLANG_BIN)) tests/integrations/sglang --durations=15
 
@@ -67,15 +70,14 @@ $(VLLM_VENV)/.ready: pyproject.toml requirements-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# SGLang's environment is vLLM's and what it imports beyond that, so it is a layer on top of vLLM's.
 # torchvision cannot be loaded beside this torch: a stub is put on the path instead.
-$(SGLANG_VENV)/.ready: pyproject.toml requirements-sglang.txt requirements-vllm.txt
-	@test "$$(uname -sm)" = "Linux x86_64" || \
-		{ echo "SGLang's CPU engine of requirements-sglang.txt is for Linux on x86-64"; exit 1; }
+$(SGLANG_VENV)/.ready: $(VLLM_VENV)/.ready requirements-sglang.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-sglang.txt
 	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
-	echo "$(CURDIR)/tests/integrations/sglang/stubs" > \
-		"$$($(SGLANG_BIN)/python -c 'import site; print(site.getsitepackages()[0])')/oscarkv-stubs.pth"
+	printf '%s\n' "$(CURDIR)/tests/integrations/sglang/stubs" "$$($(call SITE_PACKAGES,$(VLLM_BIN)))" \
+		> "$$($(call SITE_PACKAGES,$(SGLANG_BIN)))/oscarkv-layers.pth"
 	@touch $@
 
 clean:
