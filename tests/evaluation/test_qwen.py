@@ -12,7 +12,7 @@ from oscarkv.integrations.transformers.models import load_model
 
 @pytest.mark.slow
 def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
-    """Short, for CI: 6K tokens of calibration, one window. docs/benchmarks.md has the full run."""
+    """Short, for CI: 4K tokens of calibration, one window. docs/accuracy.md has the full run."""
     texts = files("oscarkv.demo") / "texts"
     model, tokenizer = load_model("qwen2.5-coder-1.5b", dtype=torch.float32)
     balanced, paper = calibrate_many(
@@ -20,8 +20,8 @@ def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
         tokenizer,
         [(texts / "alice.txt").read_text(encoding="utf-8")],
         recipes=["balanced", "paper"],
-        tokens=6144,
-        length=2048,
+        tokens=4096,
+        length=1024,
         general=False,
     )
     measured = measure_fidelity(
@@ -29,7 +29,7 @@ def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
         tokenizer,
         [(texts / "botchan.txt").read_text(encoding="utf-8")],
         {"balanced": balanced, "paper": paper},
-        length=2048,
+        length=1024,
         windows=1,
     ).recipes
     print({name: (score.kl, score.top1) for name, score in measured.items()})
