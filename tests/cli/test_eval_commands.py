@@ -11,7 +11,7 @@ from commandline import Run
 
 from oscarkv.cli import gather
 from oscarkv.cli.task_place import Place
-from oscarkv.cli.tasks import _longest
+from oscarkv.cli.tasks import _knobs, _longest
 from oscarkv.demo.run import book
 from oscarkv.errors import OscarError
 
@@ -178,3 +178,11 @@ def test_a_plan_is_one_command(run: Run, tiny: Path, rows: Path, tmp_path: Path)
     task = json.loads(out.read_text())["tasks"]["gsm8k"]
     assert task["seeds"] == [0, 1]
     assert len(task["results"]["balanced"]["by_seed"]) == 2
+
+
+def test_dtype_is_vllms_as_well() -> None:
+    plan: Any = SimpleNamespace(engine={"dtype": "bfloat16", "seed": 1})
+    assert _knobs(plan, "auto", []) == {"dtype": "bfloat16", "seed": 1}
+    assert _knobs(plan, "float16", ["seed=2"]) == {"dtype": "float16", "seed": 2}
+    assert _knobs(None, "float16", ['dtype="float32"']) == {"dtype": "float32"}
+    assert _knobs(None, "auto", []) == {}

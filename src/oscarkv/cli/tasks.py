@@ -160,8 +160,7 @@ def tasks(
     count = seeds or (protocol.seeds if protocol is not None else 1)
     if count > 1 and sampling.greedy:
         raise OscarError(f"--seeds {count} would ask the same {count} times; set --temperature")
-    knobs = dict(protocol.engine) if protocol is not None else {}
-    knobs |= options.engine_options(engine_options or [])
+    knobs = _knobs(protocol, dtype, engine_options or [])
     if engine == "vllm":
         _require_vllm()
 
@@ -271,6 +270,14 @@ def _sampling(
         plain.top_p if top_p is None else top_p,
         plain.top_k if top_k is None else top_k,
     )
+
+
+def _knobs(protocol: Plan | None, dtype: str, given: Sequence[str]) -> dict[str, Any]:
+    """Of vLLM: the plan's, then --dtype, then what --engine-option says."""
+    knobs = dict(protocol.engine) if protocol is not None else {}
+    if dtype != "auto":
+        knobs["dtype"] = dtype
+    return knobs | options.engine_options(given)
 
 
 def _start(
