@@ -112,9 +112,11 @@ def test_more_bits_are_better_and_predicted(tmp_path: Path) -> None:
     knobs = {"tokens": 1500, "calibration_length": 500, "length": LENGTH, "windows": 3}
     recipe = Recipe.named("compact", **tiny.SMALL)
     base_bits = recipe.bits(32)
+    keep = tmp_path / "new"
     found = tune(
-        model, tiny.tokenizer(), texts, base_bits + 0.51, recipe=recipe, keep=tmp_path, **knobs
+        model, tiny.tokenizer(), texts, base_bits + 0.51, recipe=recipe, keep=keep, **knobs
     )
+    assert len(list(keep.glob("*.safetensors"))) == 3
     assert sum(k + v - 4 for k, v in found.artifact.layer_bits.values()) == 2
     assert found.artifact.bits() <= base_bits + 0.51
     assert found.predicted_kl < found.base_kl

@@ -66,6 +66,7 @@ def tune(
             f"--bits {budget}: recipe {recipe.name!r} takes {least:.3f} bits at 128K with {lowest} "
             "for every code; ask for more, or for a recipe with smaller parameters (compact)"
         )
+    done = Checkpoint(keep)  # first: it makes the directory, or says at once why it cannot
     fitted = fit_artifacts(
         model,
         tokenizer,
@@ -86,7 +87,7 @@ def tune(
         parts=["layers"],
         length=length,
         windows=windows,
-        checkpoint=Checkpoint(keep),
+        checkpoint=done,
         progress=progress,
     )
     costs = predicted_costs(sensitivity, artifacts)
