@@ -119,6 +119,10 @@ def test_thousands_of_pages(page_size: int, backend: CudaBackend, device: torch.
     make_step(shape, [200_003], device=device).check(backend)
 
 
+def test_a_million_tokens(backend: CudaBackend, device: torch.device) -> None:
+    make_step(PLAIN._replace(kv_heads=1), [1_048_576, 5], device=device).check(backend)
+
+
 def test_padding_reads_and_writes_nothing(backend: CudaBackend, device: torch.device) -> None:
     """Sequences without new tokens, with lengths or without, among and behind the others."""
     step = make_step(PLAIN, [0, 400, 700, 0, 500, 0], [0, 1, 0, 0, 2, 0], device=device)
