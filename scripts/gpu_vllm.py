@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +53,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backend", default=OURS, help=f"{OURS}, FLASH_ATTN, TRITON_ATTN; '' is vLLM's choice")
     add("--runner", choices=["v1", "v2"], default="v2")
     add("--geometry", default="qwen3-8b")
+    add("--model", type=Path, help="a directory with weights, for --answers; default: random ones")
+    add("--artifact", type=Path, help="that model's")
+    add("--text", type=Path, help="from which that model's prompts are cut")
     add("--steps", nargs="*", type=Load.parse, default=[], metavar="BATCHxCONTEXT")
     add("--throughput", nargs="*", type=Load.parse, default=[], metavar="BATCHxCONTEXTxNEW")
+    add("--read", nargs="*", type=Load.parse, default=[], metavar="BATCHxCONTEXTxNEW",
+        help="throughput with the prompts prefilled")  # fmt: skip
     add("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
     add("--kernels", type=Load.parse, metavar="BATCHxCONTEXT", help="time by GPU kernel")
     add("--answers", action="store_true", help="tokens and logprobs, to compare runs with")
@@ -84,15 +89,17 @@ def start(chosen: argparse.Namespace, folder: Path) -> Any:
     from oscarkv.benchmark.geometry import make_model
     from oscarkv.integrations.vllm.proof import implementations
 
-    model, artifact = make_model(chosen.geometry, folder, Recipe.named("balanced"))
-    loads = [*chosen.steps, *chosen.throughput, *filter(None, [chosen.kernels])]
+    model, artifact = chosen.model, chosen.artifact
+    if model is None:
+        model, artifact = make_model(chosen.geometry, folder, Recipe.named("balanced"))
+    loads = [*chosen.steps, *chosen.throughput, *chosen.read, *filter(None, [chosen.kernels])]
     lengths = [load.context + max(load.new, MANY) for load in loads]
     lengths += [length + FEW for length in chosen.prefill]
     lengths += [max(ANSWERED) + MANY] * chosen.answers
     lengths += [chosen.offload + MANY] if chosen.offload else []
     longest = chosen.max_model_len or -(-max(lengths, default=32768) // 256) * 256
     knobs: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "auto" if chosen.model else "dummy",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "max_model_len": longest,
@@ -202,11 +209,13 @@ def step_times(llm: Any, load: Load, repeats: int) -> None:
     )
 
 
-def throughput(llm: Any, load: Load) -> None:
+def throughput(llm: Any, load: Load, *, read: bool = False) -> None:
     prompts = [prompt(load.context)] * load.batch
-    generate(llm, prompts[:1], FEW)
-    _, seconds = generate(llm, prompts, load.new)
-    emit("throughput", **load._asdict(), s=seconds, tokens_s=load.batch * load.new / seconds)
+    with prefilling(llm) if read else nullcontext():
+        generate(llm, prompts[:1], FEW)
+        _, seconds = generate(llm, prompts, load.new)
+    speed = load.batch * load.new / seconds
+    emit("throughput", **load._asdict(), prompts_read=read, s=seconds, tokens_s=speed)
 
 
 def prefill(llm: Any, length: int, repeats: int) -> None:
@@ -252,10 +261,20 @@ def offload(llm: Any, length: int, count: int = 3) -> None:
         assert llm.reset_prefix_cache()
 
 
-def answers(llm: Any) -> None:
+def text_prompts(model: Path, text: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8")).input_ids
+    return [tokens[:length] for length in ANSWERED]
+
+
+def answers(llm: Any, chosen: argparse.Namespace) -> None:
     """Greedy answers, alone and in a batch."""
-    sharpen(llm)
-    prompts = [prompt(length, length) for length in ANSWERED]
+    if chosen.model:
+        prompts = text_prompts(chosen.model, chosen.text)
+    else:
+        sharpen(llm)
+        prompts = [prompt(length, length) for length in ANSWERED]
     with prefilling(llm):
         batches = [generate(llm, [one], 32, logprobs=1)[0] for one in prompts]
         batches.append(generate(llm, prompts, 32, logprobs=1)[0])
@@ -297,6 +316,8 @@ def main(words: Sequence[str] | None = None) -> None:
             step_times(llm, load, chosen.repeats)
         for load in chosen.throughput:
             throughput(llm, load)
+        for load in chosen.read:
+            throughput(llm, load, read=True)
         for length in chosen.prefill:
             prefill(llm, length, chosen.repeats)
         if chosen.kernels:
@@ -304,7 +325,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if chosen.offload:
             offload(llm, chosen.offload)
         if chosen.answers:
-            answers(llm)
+            answers(llm, chosen)
     sys.stdout.flush()
 
 

@@ -3,14 +3,19 @@
     python scripts/serving_agreement.py --json docs/results/vllm-agreement-smollm2.json
     python scripts/serving_agreement.py --engine sglang ...
     python scripts/serving_agreement.py --control ...    # OscarCache against itself, weights nudged
+    python scripts/serving_agreement.py --as-served ...  # the engines' default instead of strict
     python scripts/serving_agreement.py --compare A.json B.json    # the answers of two records
 
 The control says how much of a difference rounding alone makes: a 2-bit code that lies on the border
 of two is tipped by the last bit of an activation.
 
-Strict mode on both sides, float32, a recent window far shorter than the prompts. Where tokens part,
-the record says how far the two best were apart. Needs the engine: .venv-vllm/bin/python or
-.venv-sglang/bin/python; only --compare needs neither engine nor model.
+Float32, a recent window far shorter than the prompts. In strict mode, on both sides, prompts read
+what they have just packed, so a tipped code changes what the next layer packs, and so on. As served
+by default, prompts are read exactly (here whole, in one chunk), and new tokens read them packed.
+Where tokens part, the record says how far the two best were apart.
+
+Needs the engine: .venv-vllm/bin/python or .venv-sglang/bin/python; only --compare needs neither
+engine nor model.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ import oscarkv
 from oscarkv.integrations.transformers.calibrate import calibrate
 
 TEXTS = Path(oscarkv.__file__).parent / "demo" / "texts"
+REQUESTS = 4  # that an engine has under way at a time
 #: One token of each: its logarithmic probability, and how far below it the runner-up is.
 Steps = list[dict[str, float]]
 
@@ -53,12 +59,14 @@ def cut_prompts(tokenizer: Any, count: int, shortest: int, longest: int) -> list
     return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def with_oscarcache(model: Any, artifact: Any, prompt: list[int], new: int) -> Steps:
+def with_oscarcache(
+    model: Any, artifact: Any, prompt: list[int], new: int, *, strict: bool
+) -> Steps:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=oscarkv.OscarCache(model, artifact, strict=True),
+        past_key_values=oscarkv.OscarCache(model, artifact, strict=strict),
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
@@ -74,7 +82,9 @@ def with_oscarcache(model: Any, artifact: Any, prompt: list[int], new: int) -> S
     ]  # fmt: skip
 
 
-def with_vllm(folder: Path, artifact: Path, prompts: list[list[int]], new: int) -> list[Steps]:
+def with_vllm(
+    folder: Path, artifact: Path, prompts: list[list[int]], new: int, *, strict: bool
+) -> list[Steps]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -83,8 +93,9 @@ def with_vllm(folder: Path, artifact: Path, prompts: list[list[int]], new: int) 
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=max(map(len, prompts)) + new,
-        max_num_seqs=4,
-        additional_config={"oscarkv": {"artifact": str(artifact), "strict": True}},
+        max_num_seqs=REQUESTS,
+        **({} if strict else {"max_num_batched_tokens": REQUESTS * max(map(len, prompts))}),
+        additional_config={"oscarkv": {"artifact": str(artifact), "strict": strict}},
     )
     sampling = SamplingParams(
         temperature=0, max_tokens=new, ignore_eos=True, logprobs=2, detokenize=False
@@ -101,7 +112,9 @@ def with_vllm(folder: Path, artifact: Path, prompts: list[list[int]], new: int) 
     return answers
 
 
-def with_sglang(folder: Path, artifact: Path, prompts: list[list[int]], new: int) -> list[Steps]:
+def with_sglang(
+    folder: Path, artifact: Path, prompts: list[list[int]], new: int, *, strict: bool
+) -> list[Steps]:
     import sglang
 
     engine = sglang.Engine(
@@ -114,11 +127,12 @@ def with_sglang(folder: Path, artifact: Path, prompts: list[list[int]], new: int
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
         context_length=max(map(len, prompts)) + new + 8,
-        max_running_requests=4,
+        max_running_requests=REQUESTS,
         max_total_tokens=8 * (max(map(len, prompts)) + new),
         attention_backend="oscarkv",
         oscarkv_artifact=str(artifact),
-        oscarkv_strict=True,
+        oscarkv_strict=strict,
+        **({} if strict else {"chunked_prefill_size": -1}),
     )
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     try:
@@ -169,10 +183,10 @@ def compare_records(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
     def shape(record: dict[str, Any]) -> Any:
         lengths = [entry["tokens"] for entry in record["prompts"]]
-        return lengths, record["recipe"], record["new_tokens"]
+        return lengths, record["recipe"], record.get("strict", True), record["new_tokens"]
 
     if shape(mine) != shape(theirs):
-        raise SystemExit("these records differ in their prompts, windows or new tokens")
+        raise SystemExit("these records differ in their prompts, windows, strictness or new tokens")
     lines, new, whole = [], mine["new_tokens"], 0
     for one, other in zip(mine["prompts"], theirs["prompts"], strict=True):
         pairs = zip(one["answer"], other["answer"], strict=True)
@@ -197,6 +211,7 @@ def main() -> None:
     parser.add_argument("--recent", type=int, help="instead of the recipe's")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--control", action="store_true", help="instead of an engine; see above")
+    parser.add_argument("--as-served", action="store_true", help="not strict; see above")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path, nargs=2, metavar="RECORD", help="and nothing else")
     options = parser.parse_args()
@@ -219,15 +234,17 @@ def main() -> None:
         "versions": {name: version(name) for name in packages},
         "recipe": {"name": artifact.recipe.name, "sink": artifact.recipe.sink,
                    "recent": artifact.recipe.recent},
+        "strict": not options.as_served,
         "new_tokens": options.new,
     }  # fmt: skip
+    how = {"new": options.new, "strict": not options.as_served}
     began = time.perf_counter()
-    expected = [with_oscarcache(model, artifact, prompt, options.new) for prompt in prompts]
+    expected = [with_oscarcache(model, artifact, prompt, **how) for prompt in prompts]
     record["oscarcache_seconds"] = round(time.perf_counter() - began, 1)
     if options.control:
         record["control"] = "weights times 1 + 2^-23 n, n normal"
         nudge(model)
-        found = [with_oscarcache(model, artifact, prompt, options.new) for prompt in prompts]
+        found = [with_oscarcache(model, artifact, prompt, **how) for prompt in prompts]
     else:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
@@ -235,7 +252,7 @@ def main() -> None:
             del model
             began = time.perf_counter()
             through = {"vllm": with_vllm, "sglang": with_sglang}[options.engine]
-            found = through(Path(folder), Path(folder) / "artifact", prompts, options.new)
+            found = through(Path(folder), Path(folder) / "artifact", prompts, **how)
             record[f"{options.engine}_seconds"] = round(time.perf_counter() - began, 1)
     record["prompts"] = [
         {"tokens": len(prompt)}
