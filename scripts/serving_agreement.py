@@ -82,6 +82,12 @@ def with_oscarcache(
     ]  # fmt: skip
 
 
+def whole(prompts: list[list[int]]) -> int:
+    """Tokens a step with which no prompt is cut: a number of whole pages, whatever their size."""
+    pages = 7 * 1024
+    return pages * -(-REQUESTS * max(map(len, prompts)) // pages)
+
+
 def with_vllm(
     folder: Path, artifact: Path, prompts: list[list[int]], new: int, *, strict: bool
 ) -> list[Steps]:
@@ -94,7 +100,7 @@ def with_vllm(
         skip_tokenizer_init=True,
         max_model_len=max(map(len, prompts)) + new,
         max_num_seqs=REQUESTS,
-        **({} if strict else {"max_num_batched_tokens": REQUESTS * max(map(len, prompts))}),
+        **({} if strict else {"max_num_batched_tokens": whole(prompts)}),
         additional_config={"oscarkv": {"artifact": str(artifact), "strict": strict}},
     )
     sampling = SamplingParams(
@@ -132,7 +138,8 @@ def with_sglang(
         attention_backend="oscarkv",
         oscarkv_artifact=str(artifact),
         oscarkv_strict=strict,
-        **({} if strict else {"chunked_prefill_size": -1}),
+        # SGLang's own fraction falls with the size of chunks, below zero.
+        **({} if strict else {"chunked_prefill_size": whole(prompts), "mem_fraction_static": 0.5}),
     )
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     try:

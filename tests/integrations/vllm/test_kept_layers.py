@@ -108,3 +108,26 @@ def test_a_packed_cache_is_no_other_layers():
     require_readable("model.layers.0.attn", packed)
     with pytest.raises(OscarError, match=r'"skip": \[1\]'):
         require_readable("model.layers.1.attn", packed)
+
+
+def test_flash_attention_does_not_plan_ahead(monkeypatch):
+    """Its plans do not fit what graphs have captured of layers with windows alone."""
+    from vllm.v1.attention.backends.flash_attn import (
+        FlashAttentionBackend,
+        FlashAttentionMetadataBuilder,
+    )
+
+    from oscarkv.integrations.vllm.kept import planning_in_the_kernel
+
+    def init(self, *arguments, **named):
+        self.aot_schedule, self.seen = True, (arguments, named)
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", init)
+    kept = planning_in_the_kernel(FlashAttentionBackend)
+    assert issubclass(kept, FlashAttentionBackend)
+    assert kept.get_name() == "FLASH_ATTN"  # layers of one name share a group
+    assert kept is planning_in_the_kernel(FlashAttentionBackend)
+    builder = kept.get_builder_cls()("spec", device="cuda")
+    assert builder.seen == (("spec",), {"device": "cuda"})
+    assert isinstance(builder, FlashAttentionMetadataBuilder)
+    assert builder.aot_schedule is False

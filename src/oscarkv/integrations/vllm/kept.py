@@ -7,6 +7,7 @@ hands over to vLLM's when the weights have been loaded.
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -73,8 +74,8 @@ def hand_over(layer: Any, arguments: dict[str, Any], config: Any, act_dtype: Any
     others = arguments.pop("others")
     known = config.compilation_config.static_forward_context
     require_readable(arguments["kv_sharing_target_layer_name"], known)
-    stock = stock_backend(layer, config)
-    layer.attn_backend = stock
+    stock: Any = stock_backend(layer, config)
+    layer.attn_backend = planning_in_the_kernel(stock)
     layer.backend = AttentionBackendEnum[stock.get_name()]
     with set_current_vllm_config(config):
         layer.impl = stock.get_impl_cls()(**arguments, **others)
@@ -86,6 +87,32 @@ def hand_over(layer: Any, arguments: dict[str, Any], config: Any, act_dtype: Any
         return spec and dataclasses.replace(spec, block_size=PAGE_QUANTUM)
 
     layer.get_kv_cache_spec = get_kv_cache_spec
+
+
+@cache  # vLLM puts layers with the same backend into a group
+def planning_in_the_kernel(stock: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A stock backend that does not plan FlashAttention 3's work ahead.
+
+    It does so only while all its layers have one window, which those of a model with windows have
+    as soon as the others are packed. But a plan of sequences shorter than the window does not fit
+    the kernel that a graph has captured, and runner V1 captures a plan for each group of layers
+    and then renews that of the first alone: answers were NaN. Without a plan the kernel makes its
+    own, as it does for such a model in stock vLLM.
+    """
+    plain: Any = stock.get_builder_cls()
+
+    class Builder(plain):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            if hasattr(self, "aot_schedule"):
+                self.aot_schedule = False
+
+    class Kept(stock):  # type: ignore[misc]
+        @staticmethod
+        def get_builder_cls() -> type:
+            return Builder
+
+    return Kept
 
 
 def stock_backend(layer: Any, config: Any) -> type[AttentionBackend]:
