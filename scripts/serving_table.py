@@ -40,6 +40,7 @@ def figures(record: dict[str, Any]) -> Figures:
                 theirs = {"requests": "batch", "new_tokens": "new", "tokens_per_s": "tokens_s"}
                 line = {theirs.get(key, key): value for key, value in line.items()}
                 name = "throughput, {batch} x {context:,}, {new} new".format(**line)
+                name += ", prompts read" * bool(line.get("prompts_read"))
                 here[name] = line["tokens_s"]
             elif line["what"] == "prefill":
                 here[f"prefill, {line['tokens']:,}"] = line["tokens_s"]
