@@ -89,7 +89,7 @@ def hand_over(layer: Any, arguments: dict[str, Any], config: Any, act_dtype: Any
     layer.get_kv_cache_spec = get_kv_cache_spec
 
 
-@cache  # vLLM puts layers with the same backend into a group
+@cache
 def planning_in_the_kernel(stock: type[AttentionBackend]) -> type[AttentionBackend]:
     """A stock backend that does not plan FlashAttention 3's work ahead.
 
@@ -112,6 +112,7 @@ def planning_in_the_kernel(stock: type[AttentionBackend]) -> type[AttentionBacke
         def get_builder_cls() -> type:
             return Builder
 
+    Kept.__qualname__ = f"Kept{stock.__name__}"  # by which vLLM tells backends apart
     return Kept
 
 
