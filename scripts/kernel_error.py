@@ -32,7 +32,7 @@ from torch import Tensor
 import oscarkv
 from oscarkv.artifact import load_artifact
 from oscarkv.benchmark import machine
-from oscarkv.benchmark.accuracy import LARGEST_ERROR, LARGEST_SHARE
+from oscarkv.benchmark.accuracy import LARGEST_ERROR, LARGEST_SHARE, codes
 from oscarkv.kernels import AttentionBackend, LayerCache
 from oscarkv.kernels.torch_backend import TorchBackend
 
@@ -90,11 +90,6 @@ class Checked:
         error = float((found.double() - expected).norm() / norm)
         rounding = float((expected.to(found.dtype).double() - expected).norm() / norm)
         self.errors[kernel].append((error, rounding))
-
-
-def codes(layer: LayerCache, history: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values, _, _ = layer.layout.sections(history)
-    return layer.layout.key_row.unpack(keys), layer.layout.value_row.unpack(values)
 
 
 @torch.inference_mode()

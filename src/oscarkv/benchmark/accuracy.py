@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oscarkv.benchmark.cases import Case
 from oscarkv.benchmark.synthetic import SyntheticStep, make_step
-from oscarkv.kernels.interface import AttentionBackend
+from oscarkv.kernels.interface import AttentionBackend, LayerCache
 from oscarkv.kernels.torch_backend import TorchBackend
 
 #: Most that attention may differ from the oracle (norm of the difference over the norm), with
@@ -61,17 +61,17 @@ def _compare_writes(
     # Outside the slots both still hold the same random bytes.
     differing = sum(
         int((mine != its).sum())
-        for mine, its in zip(_codes(step, written), _codes(step, layer.history), strict=True)
+        for mine, its in zip(codes(layer, written), codes(layer, layer.history), strict=True)
     )
     if not torch.equal(windows, layer.window):  # they are plain copies
         return Accuracy(
             "window rows that differ", float((windows != layer.window).any(-1).sum()), 0
         )
-    codes = 2 * step.k[0].numel()
-    return Accuracy("codes that differ", differing / codes, LARGEST_SHARE)
+    written_codes = 2 * step.k[0].numel()
+    return Accuracy("codes that differ", differing / written_codes, LARGEST_SHARE)
 
 
-def _codes(step: SyntheticStep, history: Tensor) -> tuple[Tensor, Tensor]:
-    layout = step.case.layout
-    keys, values, _, _ = layout.sections(history)
-    return layout.key_row.unpack(keys), layout.value_row.unpack(values)
+def codes(layer: LayerCache, history: Tensor) -> tuple[Tensor, Tensor]:
+    """Of keys and values, in a layer's pages or a copy of them."""
+    keys, values, _, _ = layer.layout.sections(history)
+    return layer.layout.key_row.unpack(keys), layer.layout.value_row.unpack(values)
