@@ -3,7 +3,9 @@ a time, and its books lie open."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,11 +34,28 @@ KNOBS: dict[str, Any] = {
 }
 
 
+#: SGLang's own choice follows `random_seed`, so two workers of pytest would choose the same ones.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = itertools.cycle(range(20000 + 500 * _WORKER, 20500 + 500 * _WORKER))
+
+
+def free_port() -> int:
+    """One that no other worker takes, below those of outgoing connections."""
+    for port in itertools.islice(_ports, 500):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
+
+
 @contextmanager
 def engine(model: Any, options: dict[str, Any] | None = None, **knobs: Any) -> Iterator[Engine]:
     """An engine with oscarkv's options, or a stock one for None. `model` has a path and an
     artifact."""
-    knobs = KNOBS | {"model_path": str(model.path)} | knobs
+    knobs = KNOBS | {"model_path": str(model.path), "nccl_port": free_port()} | knobs
     if options is None:
         knobs.setdefault("attention_backend", "torch_native")
     else:
