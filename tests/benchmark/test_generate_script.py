@@ -1,6 +1,5 @@
 """scripts/bench_generate.py, on a tiny model."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,21 +7,15 @@ from types import ModuleType
 
 import pytest
 import torch
+from script_modules import load_script
 
 from oscarkv import OscarCache
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_generate.py"
 
 
 @pytest.fixture
 def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("bench_generate", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     threads = torch.get_num_threads()
-    yield module
+    yield load_script("bench_generate")
     torch.set_num_threads(threads)
 
 

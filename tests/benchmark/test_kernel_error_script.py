@@ -1,12 +1,12 @@
 """scripts/kernel_error.py, on a tiny model and the torch backend."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from script_modules import load_script
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -16,18 +16,12 @@ from oscarkv.integrations.transformers.geometry import describe
 from oscarkv.kernels import LayerCache
 from oscarkv.kernels.torch_backend import TorchBackend
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kernel_error.py"
 TOKENS = 436  # of them 16 decoded, the others in chunks of 200, 200 and 20
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernel_error", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("kernel_error")
 
 
 @pytest.fixture(scope="module")

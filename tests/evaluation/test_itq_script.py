@@ -1,12 +1,11 @@
 """scripts/itq.py: what it learns is a rotation, and what reads the codes turns with it."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from helpers import generator
+from script_modules import load_script
 from torch import Tensor
 
 from oscarkv.artifact import LayerTransforms
@@ -14,19 +13,13 @@ from oscarkv.calibration.fit import fit_layer
 from oscarkv.calibration.statistics import LayerStatistics
 from oscarkv.recipe import Recipe
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "itq.py"
 HEADS, DIM, TOKENS = 2, 64, 500
 RECIPE = Recipe.named("quarot-int2").replace(fit="least-squares")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("itq", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("itq")
 
 
 @pytest.fixture(scope="module")

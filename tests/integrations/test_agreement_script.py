@@ -1,24 +1,20 @@
 """scripts/serving_agreement.py, where it needs no engine: two records side by side."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from script_modules import load_script
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "serving_agreement.py"
 
 
 @pytest.fixture(scope="module")
 def script():
     with mock.patch.dict(os.environ):  # the script sets some, for engines
-        spec = importlib.util.spec_from_file_location("serving_agreement", SCRIPT)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+        return load_script("serving_agreement")
 
 
 def record(*prompts):
