@@ -39,7 +39,13 @@ def random_spd(dim: int, rng: torch.Generator, decades: float = 3.0) -> Tensor:
 
 
 def make_transforms(
-    heads: int, dim: int, seed: int, *, metric: bool = False, refined: bool = False
+    heads: int,
+    dim: int,
+    seed: int,
+    *,
+    metric: bool = False,
+    refined: bool = False,
+    split: bool = False,
 ) -> Transforms:
     rng = generator(seed)
     key, value = (well_conditioned(heads, dim, rng) for _ in range(2))
@@ -47,7 +53,7 @@ def make_transforms(
     metrics = torch.stack([random_spd(dim, rng) for _ in range(heads)]).float()
     return Transforms(
         key=key.float(),
-        query=reader_of(key, refined).float(),
+        query=reader_of(key, refined, split).float(),
         key_mean=means[0],
         value=value.float(),
         value_inverse=torch.linalg.inv(value).float(),
@@ -74,7 +80,12 @@ def make_layer(
         history=torch.zeros(pages, kv_heads, layout.bytes, dtype=torch.uint8),
         window=torch.zeros(pages, kv_heads, 2, PAGE_QUANTUM, head_dim),
         transforms=make_transforms(
-            kv_heads, head_dim, seed, metric=recipe.metric_rounding, refined=recipe.refined
+            kv_heads,
+            head_dim,
+            seed,
+            metric=recipe.metric_rounding,
+            refined=recipe.refined,
+            split=recipe.split,
         ),
         layout=layout,
         key_codec=RowCodec.for_keys(recipe, head_dim),

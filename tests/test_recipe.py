@@ -89,6 +89,7 @@ def test_groups_must_divide_the_head() -> None:
         (MINMAX, "fit is 'minmax', which needs refine_keys=False"),
         ({"group_size": 64}, "group_size is 64, which needs refine_keys=False"),
         ({"metric_rounding": True}, "metric_rounding is True, which needs refine_keys=False"),
+        ({"split_scales": True}, "split_scales needs refine_keys and parameters='log8-symmetric'"),
     ],
 )
 def test_invalid_and_contradictory_knobs_are_refused(knobs: dict, message: str) -> None:
@@ -108,7 +109,8 @@ def test_what_refined_keys_contradict_is_taken_without_them(knobs: dict) -> None
 
 
 def test_ours_refine_keys_of_2_bits_and_no_others_do() -> None:
-    assert {name for name, recipe in presets().items() if recipe.refined} == {"balanced", "compact"}
+    ours = {"balanced", "compact", "precise"}
+    assert {name for name, recipe in presets().items() if recipe.refined} == ours
     assert [Recipe(key_bits=bits).refined for bits in CODE_BITS] == [True, False, False]
     even = Recipe(refine_keys=False)
     assert all(Recipe().bits(dim) == even.bits(dim) for dim in HEAD_DIMS)

@@ -53,6 +53,7 @@ class Recipe:
     average_positions: bool = True  # average the statistics over RoPE offsets
     ridge: float = 1e-4  # added to the unit-trace moments of the balanced transform
     refine_keys: bool = True  # 2-bit keys: a quarter of the channels with 4 bits, a quarter with 0
+    split_scales: bool = False  # refined keys: a scale for either kind; values: one for each half
 
     # Encoding.
     fit: str = "least-squares"  # or "minmax"
@@ -79,6 +80,16 @@ class Recipe:
         """Whether key codes are two digits of some channels and none of others."""
         return self.refine_keys and self.key_bits == 2
 
+    @property
+    def split(self) -> bool:
+        """Whether refined keys have one scale for channels of 4 bits and one for those of 2."""
+        return self.refined and self.split_scales
+
+    @property
+    def unrefined(self) -> Recipe:
+        """The same with the same bits for all channels of keys."""
+        return self.replace(refine_keys=False, split_scales=False)
+
     def parameter_format(self, head_dim: int) -> str:
         if self.parameters != "auto":
             return self.parameters
@@ -87,7 +98,7 @@ class Recipe:
     def groups(self, head_dim: int) -> int:
         """How many groups a head has; refuses sizes that do not divide it."""
         if self.group_size is None:
-            return 1
+            return 2 if self.split_scales else 1
         if head_dim % self.group_size:
             raise RecipeError(
                 f"recipe {self.name!r}: group_size {self.group_size} does not divide "
@@ -199,6 +210,8 @@ class Recipe:
             self._refuse(f"ridge is {self.ridge}; use a small positive number such as 1e-4")
         if self.key_transform == "balanced" and not self.center:
             self._refuse("the balanced transform is fitted about the mean; set center=True")
+        if self.split_scales and not (self.refine_keys and self.parameters == "log8-symmetric"):
+            self._refuse("split_scales needs refine_keys and parameters='log8-symmetric'")
         if self.refined:
             conflicts = {
                 "key_transform": self.key_transform != "balanced",

@@ -136,6 +136,18 @@ def _refined(row: np.ndarray, fmt: str, gain: float, base: F) -> tuple[list[int]
     return first + middle + _codes(left, s, lo, 4, symmetric), stored
 
 
+def _split(row: np.ndarray, fmt: str, gain: float, base: F) -> tuple[list[int], bytes]:
+    quarter = len(row) // 4
+    twice, once = row[:quarter], row[2 * quarter :]
+    largest = np.abs(twice).max() * F(0.53125)
+    wide, s, lo = store(largest, largest, fmt, 4, base)
+    first = _codes(twice, s, lo, 4, True)
+    left = [(x - (s * F(c) + lo)) * F(4) for x, c in zip(twice, first, strict=True)]
+    second = _codes(left, s, lo, 4, True)
+    s, lo, narrow = _least_squares(once, 2, fmt, gain, base)
+    return first + second + _codes(once, s, lo, 4, True), wide + narrow
+
+
 def _minmax(x: np.ndarray, threshold: F | None, bits: int, fmt: str, base: F):
     clipped = x if threshold is None else np.clip(x, -threshold, threshold)
     lo = clipped.min()
@@ -147,6 +159,8 @@ def _minmax(x: np.ndarray, threshold: F | None, bits: int, fmt: str, base: F):
 def encode(row, bits, groups, fmt, fit, clip, gain, refined, base) -> tuple[list[int], bytes]:
     """A row's codes in channel order and its stored parameters."""
     row, base = np.asarray(row, F), F(base)
+    if refined and groups == 2:
+        return _split(row, fmt, gain, base)
     if refined:
         return _refined(row, fmt, gain, base)
     threshold = None

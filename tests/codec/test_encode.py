@@ -46,6 +46,11 @@ refined = st.builds(
     gain=st.sampled_from(GAINS),
     refined=st.just(True),
 )
+split = st.builds(
+    lambda gain: RowCodec(2, 2, "log8-symmetric", "least-squares", 0.0, gain, refined=True),
+    st.sampled_from(GAINS),
+)
+every = st.one_of(codecs, refined, split)
 rows_of = st.builds(
     lambda dim, seed, size, shift, tail: random_rows(6, dim, seed, size, shift, tail),
     dim=st.sampled_from((64, 80, 96, 128, 192)),
@@ -81,7 +86,7 @@ def plain(
 # -- the definition ------------------------------------------------------------------------------
 
 
-@given(st.one_of(codecs, refined), rows_of)
+@given(every, rows_of)
 @settings(deadline=None, max_examples=80)
 @np.errstate(over="ignore")
 def test_codes_and_parameters_equal_the_written_definition(codec: RowCodec, rows: Tensor) -> None:
@@ -139,7 +144,7 @@ def test_square_roots_are_correctly_rounded() -> None:
 # -- independence --------------------------------------------------------------------------------
 
 
-@given(st.one_of(codecs, refined), rows_of, st.permutations(range(6)))
+@given(every, rows_of, st.permutations(range(6)))
 @settings(deadline=None, max_examples=30)
 def test_a_row_is_encoded_alike_alone_in_any_batch_and_in_any_order(codec, rows, order) -> None:
     codes, stored = encode(codec, rows)
@@ -201,6 +206,23 @@ def test_a_second_digit_quarters_the_step_and_the_last_quarter_is_not_looked_at(
     assert bool((inside.float().mean(-1) > 0.7)[ordinary].all())
 
 
+@given(split, rows_of)
+@settings(deadline=None, max_examples=40)
+def test_with_split_scales_two_digits_reach_the_largest_number(codec, rows) -> None:
+    quarter = rows.shape[-1] // 4
+    codes, stored = encode(codec, rows)
+    other = rows.clone()
+    other[:, quarter : 2 * quarter] = rows[:, -quarter:]
+    assert torch.equal(codes, encode(codec, other)[0])  # that quarter is not looked at
+    once = replace(codec, groups=1, refined=False)
+    assert torch.equal(codes[:, 2 * quarter :], encode(once, rows[:, 2 * quarter :])[0])
+    x, read = rows[:, :quarter], decode(codec, codes, stored)
+    both = read[:, :quarter] + read[:, quarter : 2 * quarter] / 4
+    largest = x.abs().amax(-1, keepdim=True)
+    storable = (largest > 2.0**-8) & (largest < 2.0**5)
+    assert bool(((both - x).abs() <= largest * 0.07)[storable.expand_as(x)].all())
+
+
 def test_only_codecs_that_differ_in_gain_share_a_grid() -> None:
     def shared(recipe: Recipe) -> bool:
         return RowCodec.for_keys(recipe, 128).shares_grid(RowCodec.for_values(recipe, 128))
@@ -236,7 +258,7 @@ def test_constant_rows_give_no_nan_and_come_back(value: float, fmt: str, fit: st
 
 
 @given(
-    st.one_of(codecs, refined),
+    every,
     st.sampled_from((1e-44, 1e-38, 1e-30, 1e30, 3e38)),
     st.integers(0, 1000),
 )

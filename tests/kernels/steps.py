@@ -43,10 +43,12 @@ class Shape(NamedTuple):
     kv_heads: int = 2
     bits: tuple[int, int] = (2, 2)
     refined: bool = True  # 2-bit keys in one group
+    split: bool = False  # with a scale for each kind of channel
 
     def recipe(self, **knobs: int) -> Recipe:
         return Recipe(
             refine_keys=self.refined and self.group_size is None,
+            split_scales=self.split,
             group_size=self.group_size,
             parameters=self.parameters,
             key_bits=self.bits[0],
@@ -278,7 +280,7 @@ def make_layer(
     layer = LayerCache(
         history=empty,
         window=empty.to(shape.dtype),
-        transforms=make_transforms(shape, rng, sizes, folded, recipe.refined),
+        transforms=make_transforms(shape, rng, sizes, folded, recipe),
         layout=layout,
         key_codec=RowCodec.for_keys(recipe, dim),
         value_codec=RowCodec.for_values(recipe, dim),
@@ -291,7 +293,7 @@ def make_layer(
 
 
 def make_transforms(
-    shape: Shape, rng: torch.Generator, sizes: tuple[float, float], folded: bool, refined: bool
+    shape: Shape, rng: torch.Generator, sizes: tuple[float, float], folded: bool, recipe: Recipe
 ) -> Transforms:
     """Hadamard matrices with random signs, a little stretched."""
     heads, dim = shape.kv_heads, shape.head_dim
@@ -306,7 +308,7 @@ def make_transforms(
     exponents = [round(math.log2(size)) - 10 for size in sizes]
     return Transforms(
         key=stretch[0] * key,
-        query=reader_of(stretch[0] * key, refined),
+        query=reader_of(stretch[0] * key, recipe.refined, recipe.split),
         key_mean=normal((heads, dim), rng) * sizes[0],
         value=None if folded else stretch[1] * value,
         value_inverse=None if folded else (value / stretch[1]).mT.contiguous(),

@@ -72,8 +72,8 @@ def test_bits_formats_and_groups(bits: tuple[int, int], parameters: str, group_s
     assert one.check([5], "prefill") < 1e-9
 
 
-@pytest.mark.parametrize("name", ["paper", "paper-softmax", "naive-int2"])
-def test_published_recipes(name: str) -> None:
+@pytest.mark.parametrize("name", ["paper", "paper-softmax", "naive-int2", "precise"])
+def test_other_recipes(name: str) -> None:
     one = rig(Recipe.named(name, sink=4, recent=8), head_dim=128)
     assert one.check([30], "prefill") < 1e-9
     assert one.check([3], "decode") < 1e-9

@@ -36,7 +36,7 @@ DECODE = [
     (256, None, "fp16", 64, torch.bfloat16, 4, None),
     (64, None, "log8", 64, torch.bfloat16, 8, None),
 ]
-#: head_dim, group size, parameters, page size, type, whether keys are refined.
+#: head_dim, group size, parameters, page size, type, whether keys are refined; with split scales.
 WRITE = [
     (128, None, "fp16", 64, torch.bfloat16, False),
     (256, 64, "log8", 128, torch.float16, False),
@@ -49,14 +49,19 @@ WRITE = [
     (96, None, "log8", 112, torch.float16, True),
     (192, None, "log8-symmetric", 256, torch.bfloat16, True),
     (256, None, "log8", 64, torch.float16, True),
+    (64, None, "log8-symmetric", 64, torch.bfloat16, True, None, True),
+    (128, None, "log8-symmetric", 112, torch.float16, True, None, True),
+    (256, None, "log8-symmetric", 64, torch.bfloat16, True, None, True),
 ]
 USUAL_WRITE = (128, None, "fp16", 64, torch.bfloat16, True)
 
 
 def layer_of(
-    head_dim, group_size, parameters, page_size, dtype, refined=False, soft_cap=None
+    head_dim, group_size, parameters, page_size, dtype, refined=False, soft_cap=None, split=False
 ) -> LayerCache:
-    recipe = Recipe(group_size=group_size, parameters=parameters, refine_keys=refined)
+    recipe = Recipe(
+        group_size=group_size, parameters=parameters, refine_keys=refined, split_scales=split
+    )
     layer = make_layer(recipe, head_dim, 1, page_size, soft_cap=soft_cap)
     layer.window = layer.window.to(dtype)
     return layer

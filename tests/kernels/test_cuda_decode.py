@@ -46,6 +46,9 @@ GRID = [
     (Shape(192, None, "fp16", 256, HALF, 7), 3),
     (Shape(128, None, "fp16", 64, BF16, 4, refined=False), 1),
     (Shape(64, None, "log8", 64, BF16, 3, refined=False), 1),
+    (Shape(64, None, "log8-symmetric", 64, BF16, 3, split=True), 1),
+    (Shape(128, None, "log8-symmetric", 112, HALF, 6, split=True), 2),
+    (Shape(256, None, "log8-symmetric", 128, BF16, 4, split=True), 1),
 ]
 
 

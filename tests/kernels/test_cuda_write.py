@@ -58,6 +58,9 @@ WRITES = [
     (Shape(96, None, "log8", 64, BF16), {}, False, 1100),
     (Shape(192, None, "log8-symmetric", 64, HALF), {"key_gain": 0.0}, False, 1100),
     (Shape(256, None, "log8", 64, BF16), {}, True, 1100),
+    (Shape(64, None, "log8-symmetric", 64, BF16, split=True), {}, False, 40),
+    (Shape(128, None, "log8-symmetric", 112, HALF, split=True), {"key_gain": 1.0}, False, 1100),
+    (Shape(256, None, "log8-symmetric", 64, BF16, split=True), {}, True, 40),
 ]
 
 
@@ -101,7 +104,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", [0, 1, 6, 8, 9, 11, 12, 16, 19, 21], ids=lambda i: named(WRITES[i][0])
+    "case",
+    [0, 1, 6, 8, 9, 11, 12, 16, 19, 21, *range(len(WRITES) - 3, len(WRITES))],
+    ids=lambda i: named(WRITES[i][0]),
 )
 def test_codes_differ_from_the_oracle_only_at_thresholds(
     case: int, backend: CudaBackend, device: torch.device

@@ -135,6 +135,14 @@ def test_bits_formats_and_groups(bits, parameters, group_size, device: torch.dev
     assert error(one, [1], device) < (BOUND if group_size is None else GROUPED_BOUND)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, COMPILED(128)])
+def test_keys_with_split_scales(head_dim: int, device: torch.device) -> None:
+    recipe = SMALL.replace(parameters="log8-symmetric", split_scales=True)
+    one = rig(recipe, head_dim=head_dim, kv_heads=1)
+    one.write([50], *one.tokens(50)[1:])
+    assert error(one, [1], device) < GROUPED_BOUND
+
+
 @pytest.mark.parametrize(("head_dim", "group_size"), [(80, 16), (96, 32), (192, 64)])
 def test_groups_that_are_no_power_of_two(head_dim, group_size, device: torch.device) -> None:
     recipe = SMALL.replace(group_size=group_size, refine_keys=False)

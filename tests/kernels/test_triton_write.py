@@ -19,10 +19,13 @@ pytest.importorskip("triton")
 from oscarkv.kernels.triton.backend import TritonBackend
 
 PLAIN = {"refine_keys": False}
+SPLIT = {"split_scales": True}
 MINMAX = {"fit": "minmax", "key_gain": 0.0, "value_gain": 0.0, **PLAIN}
 GEOMETRIES = [  # head_dim, key bits, value bits, format, group size, others
     (64, 2, 2, "log8", None, PLAIN),
     (64, 2, 2, "log8-symmetric", None, {}),
+    (64, 2, 2, "log8-symmetric", None, SPLIT),
+    (80, 2, 2, "log8-symmetric", None, {"key_gain": 1.0, **SPLIT}),
     (64, 4, 3, "fp16", 32, {}),
     (64, 2, 4, "log8", None, {**MINMAX, "key_clip": 0.96, "value_clip": 0.92}),
     (80, 2, 3, "log8", None, {"key_gain": 0.25, **PLAIN}),
@@ -36,6 +39,8 @@ GEOMETRIES = [  # head_dim, key bits, value bits, format, group size, others
     COMPILED((128, 2, 2, "fp16", None, {})),
     (128, 2, 2, "log8-symmetric", None, {"key_gain": 0.5, **PLAIN}),
     (128, 2, 2, "log8", None, {"key_gain": 1.0}),
+    COMPILED((128, 2, 2, "log8-symmetric", None, SPLIT)),
+    (192, 2, 3, "log8-symmetric", None, SPLIT),
     (128, 3, 3, "log8", 64, {}),
     (128, 2, 2, "fp16", 32, MINMAX),
     (128, 4, 4, "log8-symmetric", 32, {}),
@@ -69,8 +74,8 @@ def recipe_of(geometry) -> tuple[int, Recipe]:
 
 
 def named(geometry) -> str:
-    refined = "-refined" if recipe_of(geometry)[1].refined else ""
-    return "-".join(map(str, geometry[:5])) + refined
+    recipe = recipe_of(geometry)[1]
+    return "-".join(map(str, geometry[:5])) + "-refined" * recipe.refined + "-split" * recipe.split
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=named)
@@ -97,20 +102,22 @@ def test_equal_rows_give_equal_bytes(geometry, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype", "refined"),
+    ("dim", "dtype", "recipe"),
     [
-        (80, torch.float32, False),
-        (80, torch.bfloat16, True),
-        (80, torch.float16, True),
-        (128, torch.float32, True),
-        COMPILED(128, torch.bfloat16, True),
-        (128, torch.float16, False),
+        (80, torch.float32, Recipe(**PLAIN)),
+        (80, torch.bfloat16, Recipe()),
+        (80, torch.float16, Recipe()),
+        (128, torch.float32, Recipe()),
+        COMPILED(128, torch.bfloat16, Recipe()),
+        (128, torch.float16, Recipe(**PLAIN)),
+        (64, torch.bfloat16, Recipe.named("precise")),
+        (96, torch.float16, Recipe.named("precise")),
     ],
 )
 def test_codes_differ_from_the_oracle_only_at_thresholds(
-    dim: int, dtype: torch.dtype, refined: bool, device: torch.device
+    dim: int, dtype: torch.dtype, recipe: Recipe, device: torch.device
 ) -> None:
-    layer = make_layer(Recipe(refine_keys=refined), dim, page_size=16, pages=4)
+    layer = make_layer(recipe, dim, page_size=16, pages=4)
     layer.window = layer.window.to(dtype)
     k, v = torch.randn(2, 48, 2, dim, generator=generator(dim)).to(dtype)
     slots = some_slots(48, 4, 16, 3)

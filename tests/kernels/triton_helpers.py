@@ -103,19 +103,33 @@ def assert_codes_at_thresholds(
 def _distances(rows: Tensor, base: Tensor, codec: RowCodec) -> Tensor:
     """How far each channel of rows [..., d] is from a threshold, in steps of its row's grid."""
     quarter, whole = rows.shape[-1] // 4, rows
+    if codec.refined and codec.groups == 2:
+        return _split_distances(rows, base, codec)
     if codec.refined:
         rows = rows[..., : 3 * quarter]
     stored, s, lo = codec._fit(rows, base, lambda r: _quarter_power(r, codec.gain))
     distances = _from_thresholds(rows, s, lo, codec)
     if not codec.refined:
         return distances
-    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base[..., None])
-    scaled = whole[..., :quarter] * REFINED_SCALE
-    rest = (scaled - (s * codec._codes(scaled, s, lo).float() + lo)) * 4
-    first = _from_thresholds(scaled, s, lo, codec)
-    # Where the first digit is another one, so is the second.
-    second = torch.minimum(first, _from_thresholds(rest, s, lo, codec) / 4)
+    first, second = _digit_distances(whole[..., :quarter] * REFINED_SCALE, stored, base, codec)
     return torch.cat([first, distances[..., quarter:], second], -1)
+
+
+def _split_distances(rows: Tensor, base: Tensor, codec: RowCodec) -> Tensor:
+    quarter, plain = rows.shape[-1] // 4, replace(codec, groups=1, refined=False)
+    _, stored = codec.encode(rows, base)
+    digits = _digit_distances(rows[..., :quarter], stored[..., :1], base, plain)
+    return torch.cat([*digits, _distances(rows[..., 2 * quarter :], base, plain)], -1)
+
+
+def _digit_distances(
+    rows: Tensor, stored: Tensor, base: Tensor, codec: RowCodec
+) -> tuple[Tensor, Tensor]:
+    s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base[..., None])
+    rest = (rows - (s * codec._codes(rows, s, lo).float() + lo)) * 4
+    first = _from_thresholds(rows, s, lo, codec)
+    # Where the first digit is another one, so is the second.
+    return first, torch.minimum(first, _from_thresholds(rest, s, lo, codec) / 4)
 
 
 def _from_thresholds(rows: Tensor, s: Tensor, lo: Tensor, codec: RowCodec) -> Tensor:

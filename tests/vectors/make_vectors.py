@@ -48,6 +48,9 @@ def codecs_of(bits: int, head_dim: int) -> dict[str, RowCodec]:
         f"{stored}.ls.refined": RowCodec(bits, 1, stored, fit, 0.0, 0.75, refined=True)
         for stored in ("fp16", "log8", "log8-symmetric")
     }
+    refined["log8-symmetric.ls.split"] = RowCodec(
+        bits, 2, "log8-symmetric", fit, 0.0, 1.0, refined=True
+    )
     return (refined if bits == 2 else {}) | {
         "fp16.ls": RowCodec(bits, 1, "fp16", fit, 0.0, 0.75),
         "log8.ls": RowCodec(bits, 1, "log8", fit, 0.0, 1.0),

@@ -13,8 +13,8 @@ from oscarkv.errors import ArtifactError, ModelMismatchError
 from oscarkv.recipe import CODE_BITS, Recipe
 
 #: What is written: artifacts whose layers differ in bits are format 2, those with refined keys
-#: format 3. Older readers refuse them rather than misread them.
-FORMAT_VERSION, MIXED_FORMAT_VERSION, REFINED_FORMAT_VERSION = 1, 2, 3
+#: format 3, with split scales 4. Older readers refuse them rather than misread them.
+FORMAT_VERSION, MIXED_FORMAT_VERSION, REFINED_FORMAT_VERSION, SPLIT_FORMAT_VERSION = 1, 2, 3, 4
 #: Largest entry of A^-1 A - I that a file may have; fp32 inverses of sane transforms have 1e-5.
 INVERSE_TOLERANCE = 1e-3
 #: Exponents e0 with which every 8-bit scale 2^(e0 + n/16), n < 256, is a normal fp32 number.
@@ -68,16 +68,20 @@ def same_weights(mine: str, theirs: str) -> bool:
     return bool(((a - b).abs() <= 2.0**-7 * torch.maximum(a.abs(), b.abs())).all())
 
 
-def reader_of(key: Tensor, refined: bool) -> Tensor:
+def reader_of(key: Tensor, refined: bool, split: bool = False) -> Tensor:
     """What queries are multiplied with to read keys stored by A [..., d, d]: A^-T.
 
     With refined keys, codes are first digits of the first quarter of the channels, the middle half,
-    and second digits of the first quarter; the last quarter of A's columns is not stored.
+    and second digits of the first quarter; the last quarter of A's columns is not stored. With
+    split scales the second quarter is not, and second digits lie in its place.
     """
     inverse = torch.linalg.inv(key).mT
     if not refined:
         return inverse
     quarter = key.shape[-1] // 4
+    if split:
+        first = inverse[..., :quarter]
+        return torch.cat([first, first / 4, inverse[..., 2 * quarter :]], -1)
     first = inverse[..., :quarter] / REFINED_SCALE
     return torch.cat([first, inverse[..., quarter : 3 * quarter], first / 4], -1)
 
@@ -106,16 +110,20 @@ class LayerTransforms:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def inverse_errors(self, refined: bool) -> dict[str, float]:
+    def inverse_errors(self, refined: bool, split: bool = False) -> dict[str, float]:
         """Largest entry of A^-1 A - I over heads, of keys (where they are stored) and of values."""
         key, query = self.key.double(), self.query.double()
         errors = {"value": _from_identity(self.value_inverse.double() @ self.value.double())}
         if not refined:
             return errors | {"key": _from_identity(query.mT @ key)}
         quarter = key.shape[-1] // 4
-        first, middle, second = query.split([quarter, 2 * quarter, quarter], -1)
-        stored = key[..., : 3 * quarter]
-        readers = (torch.cat([x * REFINED_SCALE, middle], -1) for x in (first, 4 * second))
+        if split:
+            first, second, once = query.split([quarter, quarter, 2 * quarter], -1)
+            stored, scale = torch.cat([key[..., :quarter], key[..., 2 * quarter :]], -1), 1.0
+        else:
+            first, once, second = query.split([quarter, 2 * quarter, quarter], -1)
+            stored, scale = key[..., : 3 * quarter], REFINED_SCALE
+        readers = (torch.cat([x * scale, once], -1) for x in (first, 4 * second))
         return errors | {"key": max(_from_identity(reader.mT @ stored) for reader in readers)}
 
     @property
@@ -207,8 +215,8 @@ class Artifact:
                 raise ArtifactError(f"layer {index}: exponents {low} to {high} are out of range")
             if self.recipe.metric_rounding and layer.metric is None:
                 raise ArtifactError(f"layer {index}: the recipe rounds by a metric, but has none")
-            refined = self.layer_recipe(index).refined
-            for side, error in layer.inverse_errors(refined).items():
+            recipe = self.layer_recipe(index)
+            for side, error in layer.inverse_errors(recipe.refined, recipe.split).items():
                 if not error <= INVERSE_TOLERANCE:
                     raise ArtifactError(
                         f"layer {index}: {side} transform and its inverse differ from identity by "

@@ -19,6 +19,7 @@ from oscarkv.artifact.artifact import (
     FORMAT_VERSION,
     MIXED_FORMAT_VERSION,
     REFINED_FORMAT_VERSION,
+    SPLIT_FORMAT_VERSION,
     Artifact,
     LayerTransforms,
     ModelIdentity,
@@ -68,6 +69,8 @@ def save_artifact(artifact: Artifact, path: str | Path) -> None:
 
 
 def _version(artifact: Artifact) -> int:
+    if artifact.recipe.split_scales:
+        return SPLIT_FORMAT_VERSION
     if artifact.recipe.refine_keys:
         return REFINED_FORMAT_VERSION
     return MIXED_FORMAT_VERSION if artifact.mixed else FORMAT_VERSION
@@ -107,10 +110,10 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         raise ArtifactError("a safetensors file, but not an oscarkv artifact (no header)")
     header = json.loads(metadata[HEADER_KEY])
     found = header["format_version"]
-    if found not in (FORMAT_VERSION, MIXED_FORMAT_VERSION, REFINED_FORMAT_VERSION):
+    if found not in range(FORMAT_VERSION, SPLIT_FORMAT_VERSION + 1):
         raise ArtifactError(
             f"artifact format {found}, this oscarkv ({library_version()}) reads formats "
-            f"{FORMAT_VERSION} to {REFINED_FORMAT_VERSION}; install the version that wrote it "
+            f"{FORMAT_VERSION} to {SPLIT_FORMAT_VERSION}; install the version that wrote it "
             f"({header.get('library_version', 'unknown')}) or calibrate anew"
         )
     knobs = {"refine_keys": False} if found < REFINED_FORMAT_VERSION else {}

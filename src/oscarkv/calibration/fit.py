@@ -57,8 +57,7 @@ def assemble(
     heads, dim = statistics.shape
     stored_keys = key.mT @ _about(statistics.keys, key_mean) @ key
     stored_values = value.mT @ _about(statistics.values, value_mean) @ value
-    kept = 3 * dim // 4 if recipe.refined else dim
-    exponents = [_exponents(stored_keys[..., :kept, :kept]), _exponents(stored_values)]
+    exponents = [_exponents(stored_keys, _stored(recipe, dim)), _exponents(stored_values)]
     metric = None
     if recipe.metric_rounding:
         key_inverse = torch.linalg.inv(key)
@@ -66,7 +65,7 @@ def assemble(
         metric = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     return LayerTransforms(
         key=key.float().contiguous(),
-        query=reader_of(key, recipe.refined).float().contiguous(),
+        query=reader_of(key, recipe.refined, recipe.split).float().contiguous(),
         key_mean=key_mean.float(),
         value=value.float().contiguous(),
         value_inverse=torch.linalg.inv(value).float().contiguous(),
@@ -104,9 +103,19 @@ def _about(moments: Moments, mean: Tensor) -> Tensor:
     return moments.second_moment - cross - cross.mT + mean[:, :, None] * mean[:, None, :]
 
 
-def _exponents(stored: Tensor) -> Tensor:
+def _stored(recipe: Recipe, dim: int) -> Tensor:
+    """The channels of a transformed key that are encoded."""
+    quarters = torch.arange(dim).view(4, -1)
+    kept = [0, 2, 3] if recipe.split else [0, 1, 2] if recipe.refined else [0, 1, 2, 3]
+    return quarters[kept].flatten()
+
+
+def _exponents(stored: Tensor, channels: Tensor | None = None) -> Tensor:
     """e0 per head, from the typical size of a stored row's entries."""
-    mean_square = stored.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-30)
+    squares = stored.diagonal(dim1=-2, dim2=-1)
+    if channels is not None:
+        squares = squares[..., channels.to(squares.device)]
+    mean_square = squares.mean(-1).clamp_min(1e-30)
     return (0.5 * mean_square.log2()).floor().int() - EXPONENT_HEADROOM
 
 
@@ -188,7 +197,7 @@ class LayerCheck:
         options = [(transforms, recipe)]
         if recipe.refined:
             if unrefined is not None:
-                options.append((unrefined, recipe.replace(refine_keys=False)))
+                options.append((unrefined, recipe.unrefined))
         elif recipe.key_transform == "balanced":
             plain = assemble(
                 statistics,

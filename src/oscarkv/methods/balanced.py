@@ -5,6 +5,10 @@ query metric. Among all linear transforms it minimises stored energy times read-
 In that basis a few channels carry most of what is read. Bits go where they count (`refine_keys`):
 the first quarter of the channels gets two 2-bit digits, the last quarter none. A second digit is a
 code like any other, read with a quarter of the first one's weight: readers notice nothing.
+
+With `split_scales`, channels of two digits have a scale of their own in every token: where one kind
+is large and the other small, neither has to do with the other's. Kinds are then groups, as in any
+row with two: the unread quarter comes second, so that both are halves.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from oscarkv.recipe import Recipe
 PRESETS = (
     Recipe(),
     Recipe(name="compact", parameters="log8-symmetric"),
+    Recipe(name="precise", parameters="log8-symmetric", split_scales=True, key_gain=1.0),
 )
 
 
@@ -29,7 +34,7 @@ def fit(statistics: LayerStatistics, side: Side, recipe: Recipe) -> Tensor:
     """Balanced key transform from the weighted pairs; statistics are averaged over positions."""
     assert side == "key", "the balanced transform is for keys"
     covariance, metric = centred_keys(statistics), statistics.read_queries.second_moment
-    return balanced_transform(covariance, metric, recipe.ridge, recipe.refined)
+    return balanced_transform(covariance, metric, recipe.ridge, recipe.refined, recipe.split)
 
 
 def centred_keys(statistics: LayerStatistics) -> Tensor:
@@ -38,7 +43,7 @@ def centred_keys(statistics: LayerStatistics) -> Tensor:
 
 
 def balanced_transform(
-    covariance: Tensor, metric: Tensor, ridge: float, refined: bool = False
+    covariance: Tensor, metric: Tensor, ridge: float, refined: bool = False, split: bool = False
 ) -> Tensor:
     """A for key covariances and query metrics [H, d, d]."""
     c, m = unit_trace(covariance, ridge), unit_trace(metric, ridge)
@@ -55,4 +60,8 @@ def balanced_transform(
         for part in energy.flip(-1).split(sizes, -1)
     ]
     mixing = torch.block_diag(*(hadamard(size) for size in sizes)).to(c.device)
-    return root @ (basis.flip(-1) * torch.cat(scales, -1).unsqueeze(-2)) @ mixing
+    found = root @ (basis.flip(-1) * torch.cat(scales, -1).unsqueeze(-2)) @ mixing
+    if not split:
+        return found
+    most, less, least = found.split(sizes, -1)
+    return torch.cat([most, least, less], -1)

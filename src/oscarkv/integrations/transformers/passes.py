@@ -140,7 +140,7 @@ class CalibrationRun:
                     t,
                     found[layer],
                     recipe,
-                    fit_layer(found[layer], recipe.replace(refine_keys=False), turns[layer])
+                    fit_layer(found[layer], recipe.unrefined, turns[layer])
                     if recipe.refined
                     else None,
                 )

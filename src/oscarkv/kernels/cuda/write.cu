@@ -14,7 +14,8 @@
 // - Output columns are ordered so that lane t gets whole words of the packed row: its number q is
 //   half slot q / LANE_WORDS (2 slot + half) of word t LANE_WORDS + q % LANE_WORDS. The last quarter
 //   of the channels is the last quarter of every lane's numbers: refined keys leave out those tiles,
-//   and a second digit goes into the same half of the same word as its first one, six slots on.
+//   and a second digit goes into the same half of the same word as its first one, six slots on. With
+//   two groups (split scales) it is the second quarter, and two slots.
 // - Sums of the fit are exact: a code c = sum over thresholds of saturate(X - ceil(t) + 1), all in
 //   float16 integers, and sums over the row are the diagonal of [X; c + 2044] c^T on the matrix
 //   units. sum c (c + 2044) holds sum c and sum c c: it is within 3/8 of 2046 sum c.
@@ -28,7 +29,8 @@ constexpr int LANE_WORDS = PADDED / 4;      // words of a row that a lane owns
 constexpr int TILES = 2 * PADDED;           // of 8 output columns
 constexpr int CHUNKS = (HEAD_DIM + 31) / 32;  // of the inner dimension: two steps of 16 each
 constexpr int REFINED_TILES = TILES / 4 * 3;  // of a refined key that are computed
-constexpr int SECOND_DIGIT = 6;             // slots from a first digit to its second
+constexpr bool SPLIT = REFINED && GROUPS == 2;  // refined keys have two scales
+constexpr int SECOND_DIGIT = SPLIT ? 2 : 6;  // slots from a first digit to its second
 constexpr bool SYMMETRIC = PARAMETERS == 2;
 constexpr int MATRIX_QUADS = CHUNKS * TILES * 2 * 32;  // of one head and side
 constexpr float MAGIC = 12582912.0f;        // 1.5 2^23: adding it rounds to an integer
@@ -38,7 +40,7 @@ constexpr int STARTS_AT_ONCE = TOKEN_TILES == 1 && HEAD_DIM <= 128 ? STARTS : 1;
 constexpr u32 PAIR_2044 = 0x67fc67fcu;      // two halves
 static_assert(GROUPS == 1 || EXACT_WORDS, "groups are runs of slots");
 static_assert(TILES / GROUPS % 2 == 0 && REFINED_TILES % 2 == 0, "sums go over 16 columns");
-static_assert(!REFINED || GROUPS == 1, "quarters are of a row, and so is its grid");
+static_assert(!REFINED || GROUPS <= 2 && (!SPLIT || SYMMETRIC), "one scale, or one for each kind");
 
 struct Arguments {
     const u16* k;
@@ -87,11 +89,28 @@ struct Thresholds {
 DEVICE void encode_twice(const Numbers& x, int r, float s, float lo, Halves& halves) {
     const Thresholds thresholds(s, lo);
     UNROLL for (int q = 0; q < 4 * LANE_WORDS; q++) {
-        const float y = __fmul_rn(x[q / 2][2 * r + q % 2], 0.75f);
+        const float number = x[q / 2][2 * r + q % 2], y = SPLIT ? number : __fmul_rn(number, 0.75f);
         const float first = thresholds.code(y);
         place(halves, q, 0, first);
         const float rest = __fsub_rn(y, __fadd_rn(__fmul_rn(s, first), lo));
         place(halves, q, SECOND_DIGIT, thresholds.code(__fmul_rn(rest, 4.0f)));
+    }
+}
+
+// The first group of a key with split scales: two digits, on a grid that reaches its largest number.
+DEVICE void encode_wide(const Numbers& x, float base, const Rows& rows, u8* history, i64 page_stride,
+                        Halves (&halves)[TOKEN_TILES]) {
+    const int t = threadIdx.x % 4;
+    UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
+        float largest = 0;
+        UNROLL for (int q = 0; q < 4 * LANE_WORDS; q++)
+            if (exists(t, q)) largest = fmaxf(largest, fabsf(x[q / 2][2 * r + q % 2]));
+        float s = __fmul_rn(row_max(largest), 0.53125f), lo = 0;
+        const u32 stored = store_grid(s, lo, base);
+        const int slot = rows.history[r];
+        if (t == 0 && slot >= 0)
+            history[slot / PAGE * page_stride + KEY_PARAMETERS + slot % PAGE * PARAMETER_BYTES] = (u8)stored;
+        encode_twice(x, r, s, lo, halves[r]);
     }
 }
 
@@ -171,7 +190,8 @@ oscar_write(const __grid_constant__ Arguments a) {
     if (!folded) {
         const u32 to = shared_address(shared_matrix);
         for (int i = threadIdx.x; i < (signs ? MATRIX_QUADS / 2 : MATRIX_QUADS); i += THREADS)
-            if (!refined || i / 64 % TILES < REFINED_TILES) copy_to_shared(to + 16 * i, matrix + i);
+            if (!refined || SPLIT || i / 64 % TILES < REFINED_TILES)
+                copy_to_shared(to + 16 * i, matrix + i);
         matrix = shared_matrix;
     }
     bool waiting = true;
@@ -218,7 +238,13 @@ oscar_write(const __grid_constant__ Arguments a) {
 
         Numbers x;
         Halves halves[TOKEN_TILES];
-        if (refined) {
+        if (refined && SPLIT) {
+            multiply<TILES, false>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
+            clear(halves);
+            encode_wide(x, base, rows, history, a.history_page, halves);
+            encode_group<TILES / GROUPS, false>(x, GROUPS - 1, side, base, rows, history,
+                                                a.history_page, halves);
+        } else if (refined) {
             multiply<REFINED_TILES, false>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
             clear(halves);
             encode_group<REFINED_TILES, true>(x, 0, side, base, rows, history, a.history_page, halves);

@@ -223,7 +223,10 @@ def _stored_columns(layer: LayerCache) -> Tensor:
     if not layer.key_codec.refined:
         return key
     quarter = key.shape[-1] // 4
-    return torch.nn.functional.pad(key[..., : 3 * quarter], (0, quarter))
+    stored = key.clone()
+    left_out = 1 if layer.key_codec.groups == 2 else 3
+    stored[..., left_out * quarter : (left_out + 1) * quarter] = 0
+    return stored
 
 
 def _tiles(head_dim: int) -> int:

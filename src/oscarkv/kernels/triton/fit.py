@@ -13,8 +13,11 @@ from oscarkv.codec import encode
 from oscarkv.kernels.triton.parameters import SYMMETRIC, round_to_even, store_grid
 
 REFINED_SCALE = tl.constexpr(encode.REFINED_SCALE)
-#: From a code's bits in a packed word to those of its second digit: three quarters of a row on.
+SPLIT_SCALE = tl.constexpr(encode.SPLIT_SCALE)
+#: From a code's bits in a packed word to those of its second digit: three quarters of a row on,
+#: or, with split scales, one.
 SECOND_DIGIT = tl.constexpr(12)
+SPLIT_SECOND_DIGIT = tl.constexpr(4)
 
 
 @triton.jit
@@ -79,12 +82,14 @@ def _quarter_power(x, QUARTERS: tl.constexpr):
 def fit_least_squares(
     x, exists, base, grid, pointers, keep, N: tl.constexpr, BITS: tl.constexpr,
     FORMAT: tl.constexpr, QUARTERS: tl.constexpr, START_A: tl.constexpr, START_B: tl.constexpr,
-    START_C: tl.constexpr, REFINED: tl.constexpr,
+    START_C: tl.constexpr, REFINED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Store each row's parameters; returns its codes, int32 like x.
 
     Refined, the N columns that exist are three quarters of the row. Codes of the first N / 3
     columns then have their second digits at bit SECOND_DIGIT; those of columns from N on are 0.
+    Split, every other row, from the first on, has two digits of its first N / 2 columns on a grid
+    of their own, second ones at bit SPLIT_SECOND_DIGIT, and zeros beside them.
     """
     LEVELS: tl.constexpr = 2**BITS
     SYM: tl.constexpr = FORMAT == SYMMETRIC
@@ -141,6 +146,12 @@ def fit_least_squares(
     gain = _quarter_power(tl.minimum(tl.maximum(ratio, 0.8), 1.5), QUARTERS)
     # 7. Parameters.
     s = (S * gain) * unit
+    if SPLIT:
+        twice = tl.arange(0, x.shape[0]) % 2 == 0
+        digits = tl.arange(0, x.shape[1])[None, :] < N // 2
+        largest = tl.max(tl.where(digits, tl.abs(x), 0.0), 1)
+        s = tl.where(twice, largest * SPLIT_SCALE, s)
+        gain = tl.where(twice, 1.0, gain)
     if SYM:
         lo = s * (-(LEVELS - 1) / 2)
     else:
@@ -151,17 +162,20 @@ def fit_least_squares(
     codes = count_thresholds(x, tl.div_rn(s, gain), tl.div_rn(lo - mu, gain) + mu, LEVELS, SYM)
     if REFINED:
         column = tl.arange(0, x.shape[1])[None, :]
-        both = _two_digits(x * REFINED_SCALE, s, lo, LEVELS, SYM)
+        both = _two_digits(x * REFINED_SCALE, s, lo, LEVELS, SYM, SECOND_DIGIT)
         codes = tl.where(column < N // 3, both, tl.where(exists[None, :], codes, 0))
+    if SPLIT:
+        both = _two_digits(x, s, lo, LEVELS, SYM, SPLIT_SECOND_DIGIT)
+        codes = tl.where(twice[:, None], tl.where(digits, both, 0), codes)
     return codes
 
 
 @triton.jit
-def _two_digits(x, s, lo, LEVELS: tl.constexpr, SYM: tl.constexpr):
-    """Codes on the grid of a reader; at bit SECOND_DIGIT, those of four times what they leave."""
+def _two_digits(x, s, lo, LEVELS: tl.constexpr, SYM: tl.constexpr, SECOND: tl.constexpr):
+    """Codes on the grid of a reader; at bit SECOND, those of four times what they leave."""
     first = count_thresholds(x, s, lo, LEVELS, SYM)
     rest = (x - (s[:, None] * first.to(tl.float32) + lo[:, None])) * 4.0
-    return first + (count_thresholds(rest, s, lo, LEVELS, SYM) << SECOND_DIGIT)
+    return first + (count_thresholds(rest, s, lo, LEVELS, SYM) << SECOND)
 
 
 @triton.jit

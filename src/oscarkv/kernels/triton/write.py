@@ -123,12 +123,13 @@ def _write_side(
     stored = history + row_slot // PAGE * PAGE_STRIDE + STORED_AT
     stored += row_slot % PAGE * (GROUPS * PARAMETER_BYTES) + row % GP * PARAMETER_BYTES
     grouped = tl.reshape(x, (ROWS, SIZE_P))
-    FITTED: tl.constexpr = SIZE * 3 // 4 if REFINED else SIZE
+    SPLIT: tl.constexpr = REFINED and GROUPS == 2
+    FITTED: tl.constexpr = SIZE * 3 // 4 if REFINED and not SPLIT else SIZE
     in_group = tl.arange(0, SIZE_P) < FITTED
     if LEAST_SQUARES:
         codes = fit_least_squares(
             grouped, in_group, base, grid, stored, row_kept, FITTED, BITS, FORMAT, QUARTERS,
-            START_A, START_B, START_C, REFINED,
+            START_A, START_B, START_C, REFINED and not SPLIT, SPLIT,
         )  # fmt: skip
     else:
         clipped = x
