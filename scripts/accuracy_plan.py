@@ -20,6 +20,7 @@ BALANCED, COMPACT, PAPER = (Recipe.named(n) for n in ("balanced", "compact", "pa
 PACKED = (
     "balanced",
     "compact",
+    "precise",
     "paper",
     "paper-softmax",
     "paper-per-head",
@@ -143,7 +144,7 @@ class Plan:
     split: tuple[int, int] = (4096, 2)
     heads: tuple[int, int] | None = None
     lengths: tuple[tuple[int, int], ...] = ((8192, 4), (16384, 4), (32768, 2))
-    long_recipes: tuple[str, ...] = ("balanced", "compact", "paper", "kivi-2bit")
+    long_recipes: tuple[str, ...] = ("balanced", "compact", "precise", "paper", "kivi-2bit")
     calibrations: tuple[Calibration, ...] = (
         Calibration("wiki-calibration"),
         Calibration("prose"),
