@@ -53,7 +53,7 @@ def test_the_paper_presets_are_the_published_ones() -> None:
 
 
 def test_the_presets_are_these() -> None:
-    ours = {"balanced", "compact"}
+    ours = {"balanced", "compact", "precise"}
     published = {"paper", "paper-softmax", "paper-per-head"}
     assert set(presets()) >= ours | published | {"naive-int2", "quarot-int2", "bf16"}
     assert presets()["balanced"] == Recipe()
@@ -74,7 +74,7 @@ def test_every_preset_fits_a_layer(name: str, statistics: LayerStatistics) -> No
     recipe = Recipe.named(name, sink=2, recent=4, group_size=None)
     layer = fit_layer(statistics, recipe)
     eye = torch.eye(DIM).expand(HEADS, DIM, DIM)
-    assert layer.inverse_errors(recipe.refined)["key"] < 1e-4
+    assert layer.inverse_errors(recipe.refined, recipe.split)["key"] < 1e-4
     torch.testing.assert_close(layer.value @ layer.value_inverse, eye, atol=1e-4, rtol=0)
     assert bool((layer.key_mean != 0).any()) == recipe.center
 

@@ -32,7 +32,11 @@ MODEL = ModelIdentity("tiny", "LlamaForCausalLM", 4, 4, HEADS, DIM, 1024, "{}", 
 
 
 def layer(
-    seed: int, metric: bool = False, refined: bool = True, size: float = 1.0
+    seed: int,
+    metric: bool = False,
+    refined: bool = True,
+    size: float = 1.0,
+    split: bool = False,
 ) -> LayerTransforms:
     generator = torch.Generator().manual_seed(seed)
     key = torch.randn(HEADS, DIM, DIM, generator=generator, dtype=torch.float64)
@@ -40,7 +44,7 @@ def layer(
     value = hadamard(DIM).expand(HEADS, DIM, DIM)
     return LayerTransforms(
         key=key.float(),
-        query=reader_of(key, refined).float().contiguous(),
+        query=reader_of(key, refined, split).float().contiguous(),
         key_mean=torch.randn(HEADS, DIM, generator=generator),
         value=value.float().contiguous(),
         value_inverse=value.mT.float().contiguous(),
@@ -101,6 +105,16 @@ def format_version(path: Path) -> int:
         return json.loads(file.metadata()["oscarkv"])["format_version"]
 
 
+def split_artifact() -> Artifact:
+    recipe = Recipe.named("precise", sink=4, recent=8)
+    return Artifact(MODEL, recipe, {0: layer(0, split=True)}, {"tokens": 99, "seed": 1}, "0.1.0")
+
+
+def test_keys_that_are_read_as_if_they_had_one_scale_are_refused() -> None:
+    with pytest.raises(ArtifactError, match="key"):
+        dataclasses.replace(split_artifact(), layers={0: layer(0)})
+
+
 def test_refined_keys_are_format_3_which_older_readers_refuse(tmp_path: Path) -> None:
     even, refined = artifact(refined=False), artifact()
     mixed = {"layer_bits": {3: (4, 2)}}
@@ -110,6 +124,7 @@ def test_refined_keys_are_format_3_which_older_readers_refuse(tmp_path: Path) ->
         (2, dataclasses.replace(even, **mixed)),
         (3, refined),
         (3, dataclasses.replace(refined, layers=some, **mixed)),
+        (4, split_artifact()),
     ):
         save_artifact(one, tmp_path / "a")
         assert format_version(tmp_path / "a") == expected
@@ -223,7 +238,7 @@ DAMAGE = {
     "older format": (set_header(format_version=0), "artifact format 0, this oscarkv"),
     "newer format": (
         set_header(format_version=9, library_version="9.9"),
-        "artifact format 9, this .* reads formats 1 to 3; install the version that wrote it .9.9.",
+        "artifact format 9, this .* reads formats 1 to 4; install the version that wrote it .9.9.",
     ),
     "no model": (set_header(model=None), "damaged header"),
     "strange model": (set_header(model={"name": "x"}), "damaged header"),

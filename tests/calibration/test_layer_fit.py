@@ -200,10 +200,23 @@ def logit_error(decades: float, recipe: Recipe) -> float:
     return float(check.result().errors[0])
 
 
-@pytest.mark.parametrize("name", ["balanced", "compact"])
+def test_with_split_scales_the_channels_read_least_come_second() -> None:
+    statistics = observed([random_call(seed) for seed in range(4)])
+    shared, split = (
+        fit_layer(statistics, Recipe.named("compact", split_scales=x, **SIZES))
+        for x in (False, True)
+    )
+    most, middle, least = (shared.key[..., part] for part in CLASSES)
+    assert torch.equal(split.key, torch.cat([most, least, middle], -1))
+    torch.testing.assert_close(split.exponents, shared.exponents)
+    assert split.inverse_errors(refined=True, split=True)["key"] < 1e-4
+    assert split.inverse_errors(refined=True, split=False)["key"] > 0.1
+
+
+@pytest.mark.parametrize("name", ["balanced", "compact", "precise"])
 def test_refined_keys_lose_less_where_some_directions_carry_most(name: str) -> None:
     recipe = Recipe.named(name, **SIZES)
-    even = recipe.replace(refine_keys=False)
+    even = recipe.unrefined
     assert logit_error(1.0, recipe) < 0.6 * logit_error(1.0, even)
     # Where all directions carry the same, a quarter of them is missed.
     assert logit_error(0.0, recipe) > logit_error(0.0, even)

@@ -28,7 +28,9 @@ def twenty_prompts() -> list[list[int]]:
 class TinyModel:
     """A model directory and an artifact file."""
 
-    def __init__(self, folder: Path, architecture: str = "llama", **shape: Any) -> None:
+    def __init__(
+        self, folder: Path, architecture: str = "llama", recipe: str = "balanced", **shape: Any
+    ) -> None:
         import tiny
 
         self.path, self.artifact = folder / "model", folder / "model.oscarkv"
@@ -42,8 +44,8 @@ class TinyModel:
         model.generation_config = transformers.GenerationConfig()
         model.save_pretrained(self.path)
         self.model = model
-        recipe = Recipe.named("balanced", sink=SINK, recent=RECENT)
-        oscarkv.save_artifact(tiny.quick_calibrate(model, recipe), self.artifact)
+        knobs = Recipe.named(recipe, sink=SINK, recent=RECENT)
+        oscarkv.save_artifact(tiny.quick_calibrate(model, knobs), self.artifact)
 
     def oracle(self, prompts: list[list[int]], new: int = 24) -> list[list[int]]:
         """Tokens of `OscarCache` in strict mode."""

@@ -47,6 +47,7 @@ def padded_logits(
 RECIPES = {
     "balanced": {},
     "compact": {},
+    "precise": {},
     "paper": {},
     "paper-softmax": {"group_size": 16},
     "naive-int2": {},

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("sglang.srt.plugins")
 
 from schedulers import engine
-from serving_models import prompts, twenty_prompts
+from serving_models import TinyModel, prompts, twenty_prompts
 
 LENGTHS = (5, 40, 300, 700)
 #: Tokens of a page: 256 for fp32 windows.
@@ -69,6 +69,14 @@ def test_small_windows_give_the_tokens_of_oscarcache(tiny_model, asked, strict, 
         assert started.generate(asked) == strict
         started.scheduler.flush_cache()
         assert [started.generate([prompt])[0] for prompt in asked] == strict
+
+
+def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict):
+    precise = TinyModel(tmp_path, recipe="precise")
+    expected = precise.oracle(asked)
+    assert expected != strict
+    with engine(precise, STRICT) as started:
+        assert started.generate(asked) == expected
 
 
 def test_without_a_radix_cache(tiny_model, asked, strict):

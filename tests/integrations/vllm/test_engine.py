@@ -82,6 +82,16 @@ def test_small_windows_give_the_tokens_of_oscarcache(tiny_model, asked, strict, 
         assert engine.used_blocks == 0
 
 
+def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict):
+    from engines import TinyModel
+
+    precise = TinyModel(tmp_path, recipe="precise")
+    expected = precise.oracle(asked)
+    assert expected != strict
+    with precise.engine(STRICT, max_num_batched_tokens=100) as engine:
+        assert engine.generate(asked) == expected
+
+
 @pytest.mark.parametrize("chunk", [None, 100])
 def test_prefix_hits_with_small_windows(tiny_model, asked, strict, chunk):
     knobs = {} if chunk is None else {"max_num_batched_tokens": chunk}
