@@ -29,8 +29,8 @@ REFINE_ROUNDS = 3
 GAIN_LIMITS = (0.8, 1.5)
 #: Of rows with two digits: sixteen levels are best spread over less of a channel than four are.
 REFINED_SCALE = 0.75
-#: Scale of two-digit channels that have their own, of the largest: sixteen levels reach a little
-#: beyond it, since a number that is cut off costs far more than the finer steps give.
+#: Scale of two-digit channels that have their own, of their largest number: the last of sixteen
+#: levels, 1.875 s, then lies on it. Cut off or rounded away from there it would cost far more.
 SPLIT_SCALE = 17 / 32
 _UNIT = 2.0**-10
 _TINY = torch.finfo(torch.float32).tiny

@@ -17,6 +17,7 @@ COLOURS = {
     "bf16": "#6b7280",
     "balanced": "#3b82f6",
     "compact": "#06b6d4",
+    "precise": "#6366f1",
     "paper": "#f59e0b",
     "quarot-int2": "#10b981",
     "naive-int2": "#ef4444",
