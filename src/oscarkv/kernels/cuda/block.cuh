@@ -1,10 +1,11 @@
 // What a block has in shared memory, and what its warps do together.
 
-// The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8).
+// The grid of one token and group: s, and lo (fp16 parameters) or lo / s (log8). Staged and PAIRED,
+// of one token: s of either group.
 struct Grid { float s, lo; };
 // A warp turns the parameters of a chunk into floats once, for all its lanes: with 8-bit parameters
-// that is a sixth of the work. (Not with several groups: they would take too much memory.)
-constexpr bool STAGED_GRIDS = GROUPS == 1;
+// that is a sixth of the work. (Not with more numbers: they would take too much memory.)
+constexpr bool STAGED_GRIDS = GROUPS == 1 || PAIRED;
 constexpr int CHUNK_TOKENS = CHUNK * TILE;
 
 struct Shared {

@@ -20,6 +20,8 @@ typedef long long i64;
 constexpr int WORDS = HEAD_DIM / 16;                                // 32-bit words of a row
 constexpr int PADDED = WORDS <= 4 ? 4 : WORDS <= 8 ? 8 : 16;        // as the fragments see it
 constexpr bool EXACT_WORDS = PADDED == WORDS;
+// Two groups with a scale each and no offset: what is known of a token still fits a pair of floats.
+constexpr bool PAIRED = GROUPS == 2 && PARAMETERS == 2;
 constexpr int PARAMETER_BYTES = GROUPS * (PARAMETERS == 0 ? 4 : PARAMETERS == 1 ? 2 : 1);
 constexpr int VALUE_CODES = PAGE * WORDS * 4;
 constexpr int KEY_PARAMETERS = 2 * VALUE_CODES;

@@ -129,7 +129,8 @@ class Geometry(PackedFormat):
         rows, stride = self.rows, 4 * (self.head_dim + 8)
         stats = 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (4 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        grids = 8 * self.warps * 2 * chunk * 16 if self.groups == 1 else 16 * self.warps
+        staged = self.groups == 1 or (self.groups == 2 and self.parameters == "log8-symmetric")
+        grids = 8 * self.warps * 2 * chunk * 16 if staged else 16 * self.warps
         return 2 * rows * stride + queries + stats + grids + 4 * (4 + 11 * 64) + 256
 
     @property

@@ -65,6 +65,7 @@ struct Ring {
 
 // The stored parameters of a token's group, and the grid that they stand for.
 DEVICE u32 load_parameters(const u8* stored, int token, int group) {
+    if (PAIRED) return *(const u16*)(stored + token * PARAMETER_BYTES);  // of both groups
 #if PARAMETERS == 0
     return *(const u32*)(stored + token * PARAMETER_BYTES + 4 * group);
 #elif PARAMETERS == 1
@@ -83,9 +84,15 @@ DEVICE Grid grid_of(u32 x, float exponent) {
     const float z = as_float((x >> 8) ^ 0x4b000080u) - 8388736.0f;
     return {exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent), z * 0.03125f};
 #else
-    return {exp2_approx(as_float(x | 0x4b000000u) * 0.0625f + exponent), -1.5f};
+    const float s = exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent);
+    return {s, PAIRED ? exp2_approx(as_float(x >> 8 | 0x4b000000u) * 0.0625f + exponent) : -1.5f};
 #endif
 #endif
+}
+
+// A group's grid, from what is staged of a token.
+DEVICE Grid grid_of_group(const Grid& staged, int group) {
+    return PAIRED ? Grid{group ? staged.lo : staged.s, -1.5f} : staged;
 }
 
 // The group of slot p: groups are runs of slots, whatever the half and the word.
@@ -153,9 +160,9 @@ struct History {
         UNROLL for (int i = 0; i < 2; i++) {
             const int token = g + 8 * i;
             UNROLL for (int group = 0; group < GROUPS; group++) {
-                key[i][group] = STAGED_GRIDS ? grids[0][tile * TILE + token]
+                key[i][group] = STAGED_GRIDS ? grid_of_group(grids[0][tile * TILE + token], group)
                     : grid_of(load_parameters(key_stored, token, group), key_exponent);
-                value[i][group] = STAGED_GRIDS ? grids[1][tile * TILE + token]
+                value[i][group] = STAGED_GRIDS ? grid_of_group(grids[1][tile * TILE + token], group)
                     : grid_of(load_parameters(value_stored, token, group), value_exponent);
             }
         }
@@ -289,8 +296,36 @@ struct History {
         }
     }
 
+    // With two groups, which are the bytes' places in a half word, the bytes are sorted by group
+    // first (`part_channel`): every part is of one group, and nothing is multiplied twice.
+    DEVICE u32 sorted_part(const u32 (&words)[LANE_WORDS], int k) const {
+        const u32 order = part_group(k) ? 0x7531 : 0x6420;
+        if constexpr (LANE_WORDS == 1) {  // of one word: two slots at a time, the lower one above
+            const u32 x = permute_bytes(words[0], words[0] * 4, order);
+            return (k % 2 ? x : x * shift[1]) & 0xc0c0c0c0u;
+        } else {
+            const u32 x = permute_bytes(words[k / 8 * 2], words[k / 8 * 2 + 1], order);
+            return (k % 4 == 3 ? x : x * shift[k % 4]) & 0xc0c0c0c0u;
+        }
+    }
+
+    DEVICE void multiply_sorted(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
+        UNROLL for (int k = 0; k < KEY_PARTS; k += 2) {
+            const int group = part_group(k);
+            const u32 a0 = sorted_part(words[0], k), a1 = sorted_part(words[1], k);
+            const u32 a2 = sorted_part(words[0], k + 1), a3 = sorted_part(words[1], k + 1);
+            UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
+                if (first_of_group(k))
+                    mma_bytes_from(sums[rows][group], start, a0, a1, a2, a3, query[rows][k], query[rows][k + 1]);
+                else
+                    mma_bytes(sums[rows][group], a0, a1, a2, a3, query[rows][k], query[rows][k + 1]);
+            }
+        }
+    }
+
     // q' . c of a tile, high and low bytes of q' apart: 64 times it, over the group's channels.
     DEVICE void multiply(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
+        if constexpr (SORTED_PARTS) return multiply_sorted(sums, words);
         if (GROUPS > 1)
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
                 UNROLL for (int group = 0; group < GROUPS; group++)

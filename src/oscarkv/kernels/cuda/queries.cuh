@@ -92,11 +92,10 @@ DEVICE void prepare_queries(const Arguments& a) {
         const int k = i / 32 % KEY_PARTS, four = 4 * (i / (32 * KEY_PARTS)), local = four + g / 2;
         const int pair = (first + four) / ROWS, b = pair / a.row_blocks;
         if (b >= a.batch) continue;
-        const int slot = k / LANE_WORDS, word = t * LANE_WORDS + k % LANE_WORDS;
         u32 bytes = 0;
         UNROLL for (int byte = 0; byte < 4; byte++) {
-            if (!EXACT_WORDS && word >= WORDS) continue;
-            const int channel = (2 * (4 * (byte & 1) + slot) + byte / 2) * WORDS + word;
+            const int channel = part_channel(k, t, byte);
+            if (!EXACT_WORDS && channel < 0) continue;
             const int x = __float2int_rn(rows[local][channel]);
             const int high = (x + 128) >> 8;
             bytes |= (u32)((g & 1 ? x - 256 * high : high) & 0xff) << (8 * byte);

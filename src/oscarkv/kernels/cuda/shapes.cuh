@@ -22,6 +22,20 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WORK_BYTES = larger(RING_BYTES, larger(MERGE_BYTES, SUMS_BYTES));
 constexpr int LANE_WORDS = PADDED / 4;  // words of a key that a lane holds
 constexpr int KEY_PARTS = 4 * LANE_WORDS;  // (slot of a byte, word) of a lane: a register of bytes
+// With two groups, a lane's parts are sorted by group: of every two words, or of its one word.
+constexpr bool SORTED_PARTS = GROUPS == 2 && EXACT_WORDS;
+DEVICE constexpr int part_group(int k) { return LANE_WORDS == 1 ? k / 2 : k / 4 % 2; }
+DEVICE constexpr bool first_of_group(int k) { return k % (LANE_WORDS == 1 ? 2 : 4) == 0 && k < 8; }
+// The channel of a byte of part k of lane t, or -1.
+DEVICE constexpr int part_channel(int k, int t, int byte) {
+    int slot = 4 * (byte & 1) + k / LANE_WORDS, half = byte / 2, word = t * LANE_WORDS + k % LANE_WORDS;
+    if (SORTED_PARTS) {
+        slot = 4 * part_group(k) + (LANE_WORDS == 1 ? 2 * k % 4 + 1 - byte / 2 : k % 4);
+        half = byte & 1;
+        word = LANE_WORDS == 1 ? t : t * LANE_WORDS + k / 8 * 2 + byte / 2;
+    }
+    return word < WORDS ? (2 * slot + half) * WORDS + word : -1;
+}
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
 constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
