@@ -107,6 +107,7 @@ struct History {
     float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS];
     float base[ROW_GROUPS];  // q . m_K less the reference m, once there is one
     float minus_magic[ROW_GROUPS];  // what MAGIC adds to a product
+    float middle[ROW_GROUPS][GROUPS];  // symmetric codes: what makes products of c those of c - 1.5
     int newest[ROW_GROUPS], oldest[ROW_GROUPS];
     int start[4];     // of the sums of bytes; the low ones are rounded
     u32 over_limit;   // added to two weights, sets the top bit of those that are too large
@@ -126,6 +127,7 @@ struct History {
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 lo[rows][group] = 0;
                 offset[rows][group] = prepared.offset[r][group];
+                middle[rows][group] = (FLOAT_BITS ? minus_magic[rows] : 0.0f) - 1.5f * offset[rows][group];
             }
             const int at = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
             newest[rows] = at - a.recent;
@@ -172,10 +174,15 @@ struct History {
                 UNROLL for (int group = 0; group < GROUPS; group++) {
                     const int (&sum)[4] = sums[rows][group];
                     const int both = sum[2 * i] + (sum[2 * i + 1] >> 8);
+                    const Grid& grid = key[i][group];
+                    if (PARAMETERS == 2) {
+                        const float whole = FLOAT_BITS ? as_float(both) : (float)both;
+                        x[rows][i] += grid.s * __fmaf_rn(whole, product[rows], middle[rows][group]);
+                        continue;
+                    }
                     const float products = FLOAT_BITS
                         ? __fmaf_rn(as_float(both), product[rows], minus_magic[rows])
                         : (float)both * product[rows];
-                    const Grid& grid = key[i][group];
                     if (PARAMETERS == 0) {
                         x[rows][i] += grid.lo * offset[rows][group];
                         x[rows][i] += grid.s * products;
@@ -220,9 +227,11 @@ struct History {
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
                 l[rows] += p[n][rows][0] + p[n][rows][1];
                 UNROLL for (int group = 0; group < GROUPS; group++)
-                    UNROLL for (int i = 0; i < 2; i++)
-                        lo[rows][group] += (PARAMETERS ? p[n][rows][i] * value[n][i][group].s : p[n][rows][i])
-                            * value[n][i][group].lo;
+                    UNROLL for (int i = 0; i < 2; i++) {
+                        const Grid& grid = value[n][i][group];
+                        const float weight = PARAMETERS ? p[n][rows][i] * grid.s : p[n][rows][i];
+                        lo[rows][group] += PARAMETERS == 2 ? weight : weight * grid.lo;
+                    }
             }
             UNROLL for (int group = 0; group < GROUPS; group++)
                 UNROLL for (int c = 0; c < COLUMN_TILES; c++)
@@ -427,7 +436,7 @@ struct History {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             UNROLL for (int group = 0; group < GROUPS; group++) {
-                const float sum = tokens_sum(lo[rows][group]);
+                const float sum = tokens_sum(lo[rows][group]) * (PARAMETERS == 2 ? -1.5f : 1.0f);
                 if (g == 0) s.warp_lo[warp][4 * rows + t][group] = sum;
             }
         }

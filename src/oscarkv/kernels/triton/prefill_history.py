@@ -87,6 +87,13 @@ _FP16_TILE = tl.constexpr("""{
     fma.rn.f16x2 x, x, $3, $4;
     fma.rn.f16x2 $0, x, $5, $6;
 }""")
+# lo / s is the same for all tokens, and in `offset`.
+_SYMMETRIC_TILE = tl.constexpr("""{
+    .reg .b32 x;
+    lop3.b32 x, $1, $2, 0x64006400, 0xEA;
+    fma.rn.f16x2 x, x, $3, $4;
+    mul.rn.f16x2 $0, x, $5;
+}""")
 _LOG8_TILE = tl.constexpr("""{
     .reg .b32 x;
     lop3.b32 x, $1, $2, 0x64006400, 0xEA;
@@ -121,7 +128,17 @@ def _slot(
     mask = tl.full([1, 1], MASK, tl.int16)
     unit = tl.full([1, 1], UNIT, tl.float16)
     offset = tl.full([1, 1], -1024.0 * UNIT, tl.float16)
-    if ASM:
+    if ASM and FORMAT == "log8-symmetric" and SHIFT > 0:  # else fp16 does not hold 1024 + lo / s
+        offset = tl.full([1, 1], -1024.0 * UNIT - ((1 << BITS) - 1) / 2, tl.float16)
+        tile = tl.inline_asm_elementwise(
+            _SYMMETRIC_TILE,
+            "=r,r,r,r,r,r",
+            [halves, mask, unit, offset, s],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    elif ASM:
         tile = tl.inline_asm_elementwise(
             _FP16_TILE if FORMAT == "fp16" else _LOG8_TILE,
             "=r,r,r,r,r,r,r",
@@ -256,10 +273,24 @@ def _side(
             )
         else:
             shifted = halves >> 8
-        tile = _slots(
-            halves, shifted, s, lo, at, ok, 0, 16 // BITS, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT,
-            MASKED, ASM,
-        )  # fmt: skip
+        SLOTS: tl.constexpr = 16 // BITS
+        if GROUPS == 2 and HEAD_DIM == 2 * SLOTS * WORDS:  # a group is half the slots
+            s, lo = _parameters(at, ok, FORMAT, BITS, MASKED)
+            left = _slots(
+                halves, shifted, s[:, None], lo[:, None], at, ok, 0, SLOTS // 2, BITS, WORDS,
+                HEAD_DIM, 1, FORMAT, MASKED, ASM,
+            )  # fmt: skip
+            s, lo = _parameters(at + 1, ok, FORMAT, BITS, MASKED)
+            right = _slots(
+                halves, shifted, s[:, None], lo[:, None], at, ok, SLOTS // 2, SLOTS // 2, BITS,
+                WORDS, HEAD_DIM, 1, FORMAT, MASKED, ASM,
+            )  # fmt: skip
+            tile = _beside(left, right)
+        else:
+            tile = _slots(
+                halves, shifted, s, lo, at, ok, 0, SLOTS, BITS, WORDS, HEAD_DIM, GROUPS, FORMAT,
+                MASKED, ASM,
+            )  # fmt: skip
     return tile
 
 
