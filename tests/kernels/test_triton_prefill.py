@@ -223,6 +223,8 @@ def test_other_types(dtype: torch.dtype, strict: bool, device: torch.device) -> 
         ((2, 2), "fp16", 64),
         ((2, 2), "log8", 32),
         ((2, 2), "log8-symmetric", 16),
+        ((2, 2), "log8-symmetric", 32),
+        ((4, 2), "log8-symmetric", 32),
         ((3, 3), "fp16", None),
         COMPILED((3, 4), "log8", 16),
         ((4, 3), "log8-symmetric", 64),

@@ -108,9 +108,16 @@ class Geometry(PackedFormat):
         return tiles
 
     @property
+    def paired(self) -> bool:
+        """Two groups with a scale each and no offset: what is known of a token fits two floats."""
+        return self.groups == 2 and self.parameters == "log8-symmetric"
+
+    @property
     def tiles_at_once(self) -> int:
         """More groups or rows have more to hold."""
-        if self.groups > 1 or self.row_groups > 2:
+        if self.groups > 1:
+            return min(TILES_AT_ONCE if self.paired and self.row_groups == 1 else 1, self.chunk)
+        if self.row_groups > 2:
             return 1
         wide = self.head_dim > 64 and self.row_groups == 1
         return min(WIDE_TILES_AT_ONCE if wide else TILES_AT_ONCE, self.chunk)
@@ -129,7 +136,7 @@ class Geometry(PackedFormat):
         rows, stride = self.rows, 4 * (self.head_dim + 8)
         stats = 4 * self.warps * rows * (2 + self.groups) + 4 * rows * (4 + self.groups)
         queries = (self.row_groups + 1) // 2 * -(-self.head_dim // 32) * 512
-        staged = self.groups == 1 or (self.groups == 2 and self.parameters == "log8-symmetric")
+        staged = self.groups == 1 or self.paired
         grids = 8 * self.warps * 2 * chunk * 16 if staged else 16 * self.warps
         return 2 * rows * stride + queries + stats + grids + 4 * (4 + 11 * 64) + 256
 

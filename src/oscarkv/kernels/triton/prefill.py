@@ -91,7 +91,7 @@ def prefill(plan: Plan, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out:
     query_matrix, value_matrix = _matrices(layer, columns)
     key_mean, value_mean = transforms.key_mean.contiguous(), transforms.value_mean
     codes = layer.history.view(torch.int16)
-    parameters = layer.history.view(_PARAMETER_TYPES[layout.parameter_format])
+    parameters = layer.history.view(_parameter_type(layout))
     starts = layout.offsets
     window = layer.window
     rate = layer.scale / math.log(2)
@@ -126,6 +126,18 @@ def prefill(plan: Plan, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out:
         INDEX=_index_type(q, k, v, out), HISTORY_STAGES=tiles.history_stages,
         EXACT_STAGES=tiles.exact_stages, num_warps=tiles.warps,
     )  # fmt: skip
+
+
+def _parameter_type(layout: PageLayout) -> torch.dtype:
+    """What one load takes: a group's parameters; or both groups', since a GPU cannot fetch single
+    bytes ahead of their use."""
+    halves = all(
+        row.bits != 3 and layout.head_dim == 2 * row.planes[0].slots * row.planes[0].words
+        for row in (layout.key_row, layout.value_row)
+    )
+    if layout.parameter_format == "log8-symmetric" and layout.groups == 2 and halves:
+        return torch.int16
+    return _PARAMETER_TYPES[layout.parameter_format]
 
 
 @lru_cache(maxsize=8)

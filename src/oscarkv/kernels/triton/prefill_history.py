@@ -48,15 +48,21 @@ def column_channels(row: RowLayout, columns: int, device: torch.device) -> tuple
 
 
 @triton.jit
-def _parameters(at, ok, FORMAT: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr):
-    """Pointers to the parameters of groups -> s and lo, fp16; with 8 bits, s and lo / s.
-
-    The 3-bit codes' lo / s is 7 z / 96: there, s / 96 and 7 z.
-    """
+def _stored(at, ok, MASKED: tl.constexpr):
+    """What pointers to parameters point to."""
     if MASKED:
         stored = tl.load(at, mask=ok, other=0)
     else:
         stored = tl.load(at)
+    return stored
+
+
+@triton.jit
+def _parameters(stored, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """Stored parameters of groups -> s and lo, fp16; with 8 bits, s and lo / s.
+
+    The 3-bit codes' lo / s is 7 z / 96: there, s / 96 and 7 z.
+    """
     if FORMAT == "fp16":  # int32: s in the low half
         s = (stored & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
         lo = (stored >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -116,13 +122,14 @@ def _slot(
     if GROUPS > 1:
         SIZE: tl.constexpr = HEAD_DIM // GROUPS
         if SIZE % (2 * WORDS) == 0:  # all of this slot lies in one group
-            s, lo = _parameters(at + 2 * P * WORDS // SIZE, ok, FORMAT, BITS, MASKED)
+            s, lo = _parameters(_stored(at + 2 * P * WORDS // SIZE, ok, MASKED), FORMAT, BITS)
             s, lo = s[:, None], lo[:, None]
         else:
             half = tl.arange(0, halves.shape[1])
             group = ((2 * P + half % 2) * WORDS + half // 2) // SIZE
             group = tl.minimum(group, GROUPS - 1)[None, :]
-            s, lo = _parameters(at[:, None] + group, ok[:, None], FORMAT, BITS, MASKED)
+            stored = _stored(at[:, None] + group, ok[:, None], MASKED)
+            s, lo = _parameters(stored, FORMAT, BITS)
     MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
     UNIT: tl.constexpr = 1.0 / (1 << SHIFT)
     mask = tl.full([1, 1], MASK, tl.int16)
@@ -221,7 +228,8 @@ def _gathered(
     high = _field(rows + 2 * LOW, ok, channel, 1, HIGH, HEAD_DIM)
     if GROUPS > 1:
         group = tl.minimum(channel // (HEAD_DIM // GROUPS), GROUPS - 1)
-        s, lo = _parameters(at[:, None] + group[None, :], ok[:, None], FORMAT, 3, True)
+        stored = _stored(at[:, None] + group[None, :], ok[:, None], True)
+        s, lo = _parameters(stored, FORMAT, 3)
     codes = (low + 4 * high).to(tl.float16)
     if FORMAT != "fp16":
         codes *= 96.0
@@ -241,15 +249,18 @@ def _side(
     """Keys or values of tokens at (page, offset) of one head -> s c + lo, fp16 [tokens, COLUMNS].
 
     `codes` and `parameters` are the head's pages as int16 and as a group's parameters (int32,
-    int16 or uint8), START and PARAMETER_START where the side begins, in these units.
+    int16 or uint8), START and PARAMETER_START where the side begins, in these units. Symmetric
+    parameters as int16: of two groups, each half the slots.
     """
+    PAIRED: tl.constexpr = FORMAT == "log8-symmetric" and parameters.dtype.element_ty == tl.int16
+    STORED: tl.constexpr = 1 if PAIRED else GROUPS  # numbers of a token
     page_stride = tl.multiple_of(page_stride, ALIGN)
     parameter_stride = tl.multiple_of(parameter_stride, PARAMETER_ALIGN)
-    at = parameters + page.to(tl.int64) * parameter_stride + (offset * GROUPS + PARAMETER_START)
+    at = parameters + page.to(tl.int64) * parameter_stride + (offset * STORED + PARAMETER_START)
     if GROUPS == 1:
-        s, lo = _parameters(at, ok, FORMAT, BITS, MASKED)
+        s, lo = _parameters(_stored(at, ok, MASKED), FORMAT, BITS)
         s, lo = s[:, None], lo[:, None]
-    else:  # each slot loads its own
+    else:  # two together, or each slot loads its own
         s, lo = ok, ok
     rows = codes + page.to(tl.int64) * page_stride + START
     if BITS == 3:
@@ -274,13 +285,14 @@ def _side(
         else:
             shifted = halves >> 8
         SLOTS: tl.constexpr = 16 // BITS
-        if GROUPS == 2 and HEAD_DIM == 2 * SLOTS * WORDS:  # a group is half the slots
-            s, lo = _parameters(at, ok, FORMAT, BITS, MASKED)
+        if PAIRED:
+            stored = _stored(at, ok, MASKED)
+            s, lo = _parameters(stored, FORMAT, BITS)
             left = _slots(
                 halves, shifted, s[:, None], lo[:, None], at, ok, 0, SLOTS // 2, BITS, WORDS,
                 HEAD_DIM, 1, FORMAT, MASKED, ASM,
             )  # fmt: skip
-            s, lo = _parameters(at + 1, ok, FORMAT, BITS, MASKED)
+            s, lo = _parameters(stored >> 8, FORMAT, BITS)
             right = _slots(
                 halves, shifted, s[:, None], lo[:, None], at, ok, SLOTS // 2, SLOTS // 2, BITS,
                 WORDS, HEAD_DIM, 1, FORMAT, MASKED, ASM,
