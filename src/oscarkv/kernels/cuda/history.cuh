@@ -214,7 +214,7 @@ struct History {
     DEVICE void read(const u8* stage, const Grids& grids, int tile, int start_position, float soft_cap) {
         float x[N][ROW_GROUPS][2], p[N][ROW_GROUPS][2];
         Grid value[N][2][GROUPS];
-        u32 weights[N][GROUPS][COLUMN_TILES][2];  // p s of two rows
+        u32 weights[N][WEIGHT_GROUPS][COLUMN_TILES][2];  // p s of two rows, or of two groups
         UNROLL for (int n = 0; n < N; n++)
             read_keys<MASKED>(x[n], value[n], stage, grids, tile + n, start_position + n * TILE, soft_cap);
         u32 over = 0;
@@ -233,7 +233,7 @@ struct History {
                         lo[rows][group] += PARAMETERS == 2 ? weight : weight * grid.lo;
                     }
             }
-            UNROLL for (int group = 0; group < GROUPS; group++)
+            UNROLL for (int group = 0; group < WEIGHT_GROUPS; group++)
                 UNROLL for (int c = 0; c < COLUMN_TILES; c++)
                     UNROLL for (int i = 0; i < 2; i++)
                         weights[n][group][c][i] = transpose_8x8(weights[n][group][c][i]);
@@ -252,16 +252,17 @@ struct History {
     }
 
     // p = 2^x and the weights p s as halves; not 0 if one is over the limit.
-    DEVICE u32 weigh(float (&p)[ROW_GROUPS][2], u32 (&weights)[GROUPS][COLUMN_TILES][2],
+    DEVICE u32 weigh(float (&p)[ROW_GROUPS][2], u32 (&weights)[WEIGHT_GROUPS][COLUMN_TILES][2],
                      const float (&x)[ROW_GROUPS][2], const Grid (&value)[2][GROUPS]) {
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
             UNROLL for (int i = 0; i < 2; i++) p[rows][i] = exp2_approx(x[rows][i]);
         u32 largest = 0;
-        UNROLL for (int group = 0; group < GROUPS; group++) {
+        UNROLL for (int group = 0; group < WEIGHT_GROUPS; group++) {
             UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
                 UNROLL for (int i = 0; i < 2; i++) {
                     const float s = value[i][group].s, even = p[2 * c][i] * s;
-                    const float odd = 2 * c + 1 < ROW_GROUPS ? p[(2 * c + 1) % ROW_GROUPS][i] * s : 0.0f;
+                    float odd = 2 * c + 1 < ROW_GROUPS ? p[(2 * c + 1) % ROW_GROUPS][i] * s : 0.0f;
+                    if (GROUP_COLUMNS) odd = p[0][i] * value[i][GROUPS - 1].s;
                     weights[group][c][i] = pack_half(even, odd);
                     largest = max_half(largest, weights[group][c][i]);
                 }
@@ -366,7 +367,7 @@ struct History {
     }
 
     // out += sum (p s) c of a tile; a lane reads tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-    DEVICE void add_values(const u32 (&b)[GROUPS][COLUMN_TILES][2], const u32* codes) {
+    DEVICE void add_values(const u32 (&b)[WEIGHT_GROUPS][COLUMN_TILES][2], const u32* codes) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         UNROLL for (int block = 0; block < (PADDED + 7) / 8; block++) {
             const int word = PADDED == 4 ? (g & 3) : 8 * block + g;
@@ -386,14 +387,14 @@ struct History {
                 const u32 a0 = x[0] & mask, a1 = x[1] & mask, a2 = x[2] & mask, a3 = x[3] & mask;
                 UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
                     float (&d)[4] = out[c][8 * block + p0];
-                    if constexpr (PADDED == 4 && GROUPS == 2) {  // the group is the lane's byte
+                    if constexpr (PADDED == 4 && WEIGHT_GROUPS == 2) {  // the group is the lane's byte
                         UNROLL for (int group = 0; group < 2; group++) {
                             const u32 mine = byte == group ? ALL : 0;
                             mma_half(d, a0 & mine, a1 & mine, a2 & mine, a3 & mine,
                                      b[group][c][0], b[group][c][1]);
                         }
                     } else {
-                        const int group = group_of_slot(p0);
+                        const int group = GROUP_COLUMNS ? 0 : group_of_slot(p0);
                         mma_half(d, a0, a1, a2, a3, b[group][c][0], b[group][c][1]);
                     }
                 }
@@ -424,8 +425,10 @@ struct History {
             l[rows] *= factor;
             UNROLL for (int group = 0; group < GROUPS; group++) lo[rows][group] *= factor;
             UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
-                out[rows / 2][tile][rows % 2] *= factor;
-                out[rows / 2][tile][2 + rows % 2] *= factor;
+                UNROLL for (int column = rows % 2; column < (GROUP_COLUMNS ? 2 : rows % 2 + 1); column++) {
+                    out[rows / 2][tile][column] *= factor;
+                    out[rows / 2][tile][2 + column] *= factor;
+                }
             }
         }
         if (__all_sync(ALL, all_seen)) over_limit = ABOVE_4096;
@@ -438,6 +441,13 @@ struct History {
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 const float sum = tokens_sum(lo[rows][group]) * (PARAMETERS == 2 ? -1.5f : 1.0f);
                 if (g == 0) s.warp_lo[warp][4 * rows + t][group] = sum;
+            }
+        }
+        if (GROUP_COLUMNS) {
+            UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
+                const bool second = PADDED == 4 ? g >= 4 : group_of_slot(tile % 8) == 1;
+                UNROLL for (int i = 0; i < 4; i += 2)
+                    out[0][tile][i] = second ? out[0][tile][i + 1] : out[0][tile][i];
             }
         }
         UNROLL for (int n = 0; n < COLUMN_TILES; n++)

@@ -36,6 +36,10 @@ DEVICE constexpr int part_channel(int k, int t, int byte) {
     }
     return word < WORDS ? (2 * slot + half) * WORDS + word : -1;
 }
+// Four rows leave every second column of the values' products free: it takes the second group's
+// weights, and each channel's sum is read from the column of its group.
+constexpr bool GROUP_COLUMNS = PAIRED && ROW_GROUPS == 1;
+constexpr int WEIGHT_GROUPS = GROUP_COLUMNS ? 1 : GROUPS;  // registers of weights
 constexpr int WINDOW_TILES = 4 * ((HEAD_DIM + 63) / 64);
 constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
