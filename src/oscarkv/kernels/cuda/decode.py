@@ -115,9 +115,7 @@ class Geometry(PackedFormat):
     @property
     def tiles_at_once(self) -> int:
         """More groups or rows have more to hold."""
-        if self.groups > 1:
-            return min(TILES_AT_ONCE if self.paired and self.row_groups == 1 else 1, self.chunk)
-        if self.row_groups > 2:
+        if self.row_groups > (1 if self.paired else 2) or (self.groups > 1 and not self.paired):
             return 1
         wide = self.head_dim > 64 and self.row_groups == 1
         return min(WIDE_TILES_AT_ONCE if wide else TILES_AT_ONCE, self.chunk)

@@ -103,6 +103,7 @@ using Grids = Grid[2][STAGED_GRIDS ? CHUNK_TOKENS : 1];
 struct History {
     float out[COLUMN_TILES][ROW_TILES][4] = {};
     float m[ROW_GROUPS], l[ROW_GROUPS], lo[ROW_GROUPS][GROUPS];
+    float column_sums[4] = {};  // GROUP_COLUMNS: of all weights of a column, in place of lo
     u32 query[ROW_GROUPS][KEY_PARTS];
     float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS];
     float base[ROW_GROUPS];  // q . m_K less the reference m, once there is one
@@ -226,7 +227,7 @@ struct History {
         UNROLL for (int n = 0; n < N; n++) {
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
                 l[rows] += p[n][rows][0] + p[n][rows][1];
-                UNROLL for (int group = 0; group < GROUPS; group++)
+                UNROLL for (int group = 0; group < (GROUP_COLUMNS ? 0 : GROUPS); group++)
                     UNROLL for (int i = 0; i < 2; i++) {
                         const Grid& grid = value[n][i][group];
                         const float weight = PARAMETERS ? p[n][rows][i] * grid.s : p[n][rows][i];
@@ -237,6 +238,10 @@ struct History {
                 UNROLL for (int c = 0; c < COLUMN_TILES; c++)
                     UNROLL for (int i = 0; i < 2; i++)
                         weights[n][group][c][i] = transpose_8x8(weights[n][group][c][i]);
+            if constexpr (GROUP_COLUMNS) {
+                constexpr u32 ONES = 0x3c003c00u;
+                mma_half(column_sums, ONES, ONES, ONES, ONES, weights[n][0][0][0], weights[n][0][0][1]);
+            }
             add_values(weights[n], (const u32*)(stage + (CHUNK + tile + n) * CODE_BYTES));
         }
     }
@@ -424,6 +429,7 @@ struct History {
                 UNROLL for (int i = 0; i < 2; i++) x[n][rows][i] -= top;
             l[rows] *= factor;
             UNROLL for (int group = 0; group < GROUPS; group++) lo[rows][group] *= factor;
+            UNROLL for (int i = 0; i < (GROUP_COLUMNS ? 4 : 0); i++) column_sums[i] *= factor;
             UNROLL for (int tile = 0; tile < ROW_TILES; tile++) {
                 UNROLL for (int column = rows % 2; column < (GROUP_COLUMNS ? 2 : rows % 2 + 1); column++) {
                     out[rows / 2][tile][column] *= factor;
@@ -439,7 +445,8 @@ struct History {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             UNROLL for (int group = 0; group < GROUPS; group++) {
-                const float sum = tokens_sum(lo[rows][group]) * (PARAMETERS == 2 ? -1.5f : 1.0f);
+                float sum = GROUP_COLUMNS ? column_sums[group] : tokens_sum(lo[rows][group]);
+                if (PARAMETERS == 2) sum *= -1.5f;
                 if (g == 0) s.warp_lo[warp][4 * rows + t][group] = sum;
             }
         }
