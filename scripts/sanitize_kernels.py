@@ -30,6 +30,9 @@ STEPS = [
     (Shape(64, None, "log8", 112, BF16, 6), 3, {}),
     (Shape(80, None, "log8-symmetric", 16, HALF, 5), 1, {}),
     (Shape(256, 64, "fp16", 64, BF16, 2), 8, {}),
+    (Shape(128, None, "log8-symmetric", 64, BF16, 4, split=True), 1, {}),
+    (Shape(64, None, "log8-symmetric", 48, HALF, 3, split=True), 1, {}),
+    (Shape(128, None, "log8-symmetric", 16, BF16, 8, split=True), 2, {"soft_cap": 30.0}),
 ]
 LENGTHS = [1, 0, 17, 64, 130, 333, 700]
 CHUNK = 40
