@@ -9,9 +9,15 @@
 The control says how much of a difference rounding alone makes: a 2-bit code that lies on the border
 of two is tipped by the last bit of an activation.
 
+An engine has one request at a time under way (`--requests`) and reads its prompt whole, pages hold
+as many tokens on both sides, and both have one thread: products of the same shape are the same to
+the bit, products of others only to rounding. SGLang multiplies as Transformers does. vLLM has
+oneDNN multiply, which sums in another order than PyTorch's default; with `--onednn` the model that
+`OscarCache` serves does as well, so that what is left to differ are the caches.
+
 Float32, a recent window far shorter than the prompts. In strict mode, on both sides, prompts read
 what they have just packed, so a tipped code changes what the next layer packs, and so on. As served
-by default, prompts are read exactly (here whole, in one chunk), and new tokens read them packed.
+by default, prompts are read exactly, and new tokens read them packed.
 Where tokens part, the record says how far the two best were apart.
 
 Needs the engine: .venv-vllm/bin/python or .venv-sglang/bin/python; only --compare needs neither
@@ -23,6 +29,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # an engine's process has it as well
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -39,12 +46,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.mkldnn import MkldnnLinear
 
 import oscarkv
 from oscarkv.integrations.transformers.calibrate import calibrate
 
 TEXTS = Path(oscarkv.__file__).parent / "demo" / "texts"
-REQUESTS = 4  # that an engine has under way at a time
 #: One token of each: its logarithmic probability, and how far below it the runner-up is.
 Steps = list[dict[str, float]]
 
@@ -60,13 +67,13 @@ def cut_prompts(tokenizer: Any, count: int, shortest: int, longest: int) -> list
 
 
 def with_oscarcache(
-    model: Any, artifact: Any, prompt: list[int], new: int, *, strict: bool
+    model: Any, artifact: Any, prompt: list[int], new: int, *, strict: bool, page_size: int = 64
 ) -> Steps:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=oscarkv.OscarCache(model, artifact, strict=strict),
+        past_key_values=oscarkv.OscarCache(model, artifact, strict=strict, page_size=page_size),
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
@@ -82,14 +89,30 @@ def with_oscarcache(
     ]  # fmt: skip
 
 
-def whole(prompts: list[list[int]]) -> int:
+def page_size_of(engine: str, artifact: Any) -> int:
+    """Tokens in a page of an engine's, here."""
+    if engine == "vllm":
+        from oscarkv.integrations.vllm.settings import page_layout
+    else:
+        from oscarkv.integrations.sglang.options import page_layout
+    layout = page_layout(artifact.recipe, artifact.model.head_dim, torch.float32)
+    return int(layout.page_size)
+
+
+def whole(prompts: list[list[int]], requests: int) -> int:
     """Tokens a step with which no prompt is cut: a number of whole pages, whatever their size."""
     pages = 7 * 1024
-    return pages * -(-REQUESTS * max(map(len, prompts)) // pages)
+    return pages * -(-requests * max(map(len, prompts)) // pages)
 
 
 def with_vllm(
-    folder: Path, artifact: Path, prompts: list[list[int]], new: int, *, strict: bool
+    folder: Path,
+    artifact: Path,
+    prompts: list[list[int]],
+    new: int,
+    *,
+    strict: bool,
+    requests: int,
 ) -> list[Steps]:
     from vllm import LLM, SamplingParams
 
@@ -99,8 +122,8 @@ def with_vllm(
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=max(map(len, prompts)) + new,
-        max_num_seqs=REQUESTS,
-        **({} if strict else {"max_num_batched_tokens": whole(prompts)}),
+        max_num_seqs=requests,
+        max_num_batched_tokens=whole(prompts, requests),
         additional_config={"oscarkv": {"artifact": str(artifact), "strict": strict}},
     )
     sampling = SamplingParams(
@@ -119,7 +142,13 @@ def with_vllm(
 
 
 def with_sglang(
-    folder: Path, artifact: Path, prompts: list[list[int]], new: int, *, strict: bool
+    folder: Path,
+    artifact: Path,
+    prompts: list[list[int]],
+    new: int,
+    *,
+    strict: bool,
+    requests: int,
 ) -> list[Steps]:
     import sglang
 
@@ -133,13 +162,13 @@ def with_sglang(
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
         context_length=max(map(len, prompts)) + new + 8,
-        max_running_requests=REQUESTS,
+        max_running_requests=requests,
         max_total_tokens=8 * (max(map(len, prompts)) + new),
         attention_backend="oscarkv",
         oscarkv_artifact=str(artifact),
         oscarkv_strict=strict,
-        # SGLang's own fraction falls with the size of chunks, below zero.
-        **({} if strict else {"chunked_prefill_size": whole(prompts), "mem_fraction_static": 0.5}),
+        chunked_prefill_size=whole(prompts, requests),
+        mem_fraction_static=0.5,  # SGLang's own falls with the size of chunks, below zero
     )
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     try:
@@ -161,6 +190,13 @@ def with_sglang(
             ]
         )
     return answers
+
+
+def multiply_with_onednn(model: Any) -> None:
+    """Have a model's layers multiply with oneDNN, as vLLM's do, instead of PyTorch's default."""
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            model.model.layers.set_submodule(name, MkldnnLinear(module, torch.float32))
 
 
 @torch.no_grad()
@@ -215,8 +251,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=4000)
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--calibrate", type=int, default=8192, help="tokens")
+    parser.add_argument("--recipe", default="balanced")
     parser.add_argument("--recent", type=int, help="instead of the recipe's")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--requests", type=int, default=1, help="that the engine has under way")
+    parser.add_argument("--onednn", action="store_true", help="for OscarCache's model; see above")
     parser.add_argument("--control", action="store_true", help="instead of an engine; see above")
     parser.add_argument("--as-served", action="store_true", help="not strict; see above")
     parser.add_argument("--json", type=Path)
@@ -229,7 +268,7 @@ def main() -> None:
     model, tokenizer = oscarkv.load_model("smollm2")
     text = (TEXTS / "alice.txt").read_text(encoding="utf-8")
     sizes = {"tokens": options.calibrate, "length": min(2048, options.calibrate)}
-    artifact = calibrate(model, tokenizer, [text], recipe="balanced", general=False, **sizes)
+    artifact = calibrate(model, tokenizer, [text], recipe=options.recipe, general=False, **sizes)
     if options.recent is not None:
         recipe = artifact.recipe.replace(recent=options.recent)
         artifact = dataclasses.replace(artifact, recipe=recipe)
@@ -243,23 +282,33 @@ def main() -> None:
                    "recent": artifact.recipe.recent},
         "strict": not options.as_served,
         "new_tokens": options.new,
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
-    how = {"new": options.new, "strict": not options.as_served}
-    began = time.perf_counter()
-    expected = [with_oscarcache(model, artifact, prompt, **how) for prompt in prompts]
-    record["oscarcache_seconds"] = round(time.perf_counter() - began, 1)
+    how: dict[str, Any] = {"new": options.new, "strict": not options.as_served}
     if options.control:
         record["control"] = "weights times 1 + 2^-23 n, n normal"
+        expected = [with_oscarcache(model, artifact, prompt, **how) for prompt in prompts]
         nudge(model)
         found = [with_oscarcache(model, artifact, prompt, **how) for prompt in prompts]
     else:
+        page = page_size_of(options.engine, artifact)
+        record |= {"requests": options.requests, "page_size": page, "onednn": options.onednn}
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             oscarkv.save_artifact(artifact, Path(folder) / "artifact")
+            if options.onednn:
+                multiply_with_onednn(model)
+            began = time.perf_counter()
+            expected = [
+                with_oscarcache(model, artifact, prompt, **how, page_size=page)
+                for prompt in prompts
+            ]
+            record["oscarcache_seconds"] = round(time.perf_counter() - began, 1)
             del model
             began = time.perf_counter()
             through = {"vllm": with_vllm, "sglang": with_sglang}[options.engine]
-            found = through(Path(folder), Path(folder) / "artifact", prompts, **how)
+            paths = (Path(folder), Path(folder) / "artifact")
+            found = through(*paths, prompts, **how, requests=options.requests)
             record[f"{options.engine}_seconds"] = round(time.perf_counter() - began, 1)
     record["prompts"] = [
         {"tokens": len(prompt)}

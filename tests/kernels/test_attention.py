@@ -123,6 +123,24 @@ def test_prefill_in_chunks_with_and_without_context(strict: bool) -> None:
         assert one.check(counts, "prefill", strict=strict) < 1e-9
 
 
+def test_a_fresh_prompt_is_read_as_a_model_reads_it_to_the_bit() -> None:
+    """What an engine packs of a prompt is then what `OscarCache` packs, whose prompts go through
+    Transformers' attention."""
+    one = rig(sequences=2, dtype=torch.float32)
+    counts = [70, 37]
+    q, k, v = one.tokens(sum(counts))
+    _, out = one.run(counts, "prefill", (q, k, v))
+    parts = zip(*(x.split(counts) for x in (q, k, v, out)), strict=True)
+    for *rows, found in parts:
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in rows),
+            is_causal=True,
+            scale=one.layer.scale,
+            enable_gqa=True,
+        )
+        assert torch.equal(found, expected[0].transpose(0, 1))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_fresh_request_beside_one_with_context(strict: bool) -> None:
     one = rig(sequences=2)

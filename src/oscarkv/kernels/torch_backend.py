@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from oscarkv.codec import parameters
 from oscarkv.codec.layout import PAGE_QUANTUM, Workspace
@@ -169,6 +170,9 @@ class TorchBackend:
         plan = self._planned()
         for index, (start, new) in enumerate(zip(plan.starts, plan.query_lens, strict=False)):
             chunk = slice(start, start + new)
+            if self._reads_itself(plan, index, layer, q.device):
+                out[chunk] = self._attend_itself(q[chunk], k[chunk], v[chunk], layer)
+                continue
             heads = max(1, plan.seq_lens[index] * q.shape[1])
             step = max(16, min(QUERY_BLOCK, LOGITS_BLOCK // heads))
             for first in range(0, new, step):
@@ -176,6 +180,23 @@ class TorchBackend:
                 rows = q[start + first : start + last]
                 block = self._prefill_block(plan, index, first, rows, k[chunk], v[chunk], layer)
                 out[start + first : start + last] = block
+
+    @staticmethod
+    def _reads_itself(plan: _Plan, index: int, layer: LayerCache, device: torch.device) -> bool:
+        """Whether a chunk is plain causal attention: nothing lies before it, and its own keys are
+        exact. Only on the CPU, where PyTorch's kernel holds few logits at a time in any dtype."""
+        whole = plan.query_lens[index] == plan.seq_lens[index] > 0
+        plain = layer.soft_cap is None and layer.sliding_window is None
+        return whole and plain and not plan.strict and device.type == "cpu"
+
+    def _attend_itself(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache) -> Tensor:
+        """What a model computes without a cache, to the bit: codes that lie on the border of two
+        are then the same whether an engine or Transformers packs a prompt."""
+        q, k, v = (x.transpose(0, 1)[None].to(self.dtype) for x in (q, k, v))
+        result = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+        return result[0].transpose(0, 1)
 
     def _prefill_block(
         self,
