@@ -1,4 +1,4 @@
-"""Models of which some layers keep a state instead of keys and values: calibrated for the others."""
+"""Models with layers that keep a state instead of keys and values, calibrated for the others."""
 
 import pytest
 import tiny
@@ -28,7 +28,7 @@ def test_layers_are_counted_in_the_whole_model(model, artifact):
     assert sorted(artifact.layers) == [1, 3]
     assert artifact.model.layers == 4
     assert artifact.calibration["skipped_layers"] == [0, 2]
-    with pytest.raises(UnsupportedModelError, match="layers 0, 2 use .*--skip-unsupported"):
+    with pytest.raises(UnsupportedModelError, match=r"layers 0, 2 use .*--skip-unsupported"):
         tiny.quick_calibrate(model)
 
 

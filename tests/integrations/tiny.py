@@ -136,6 +136,10 @@ _CONFIGS["granite-hybrid"] = (
 )
 
 
+#: Their head_dim is always hidden / heads.
+_DIVIDED = ("Phi", "Phi3", "Qwen2", "Olmo2", "GraniteMoeHybrid")
+
+
 def model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **over: Any):
     """A random model with attention that is far from uniform."""
     prefix, own = _CONFIGS[name]
@@ -154,13 +158,7 @@ def model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.floa
         "eos_token_id": 2,
     }
     knobs |= own | over
-    if prefix in (
-        "Phi",
-        "Phi3",
-        "Qwen2",
-        "Olmo2",
-        "GraniteMoeHybrid",
-    ):  # their head_dim is always hidden / heads
+    if prefix in _DIVIDED:
         knobs["hidden_size"] = knobs.pop("head_dim") * knobs["num_attention_heads"]
     config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
     torch.manual_seed(seed)

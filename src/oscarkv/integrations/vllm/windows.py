@@ -1,10 +1,10 @@
 """The companion group: exact copies of the sink and of the last `recent` tokens.
 
-Blocks of 16 tokens, indexed by position // 16 (of several times as many beside layers with larger
-blocks, see `align_states`; vLLM then hands pages of 16 to the attention). A request holds real blocks for the sink and for
-the tokens that queries from its end on read exactly; everything between is vLLM's null block 0.
-A chunk of a prompt needs no blocks for its own queries, which read the chunk's own keys: blocks
-are taken only for what is still recent at its end.
+Blocks of 16 tokens, indexed by position // 16; of several times as many beside states (states.py),
+which vLLM then divides into pages of 16 for the attention. A request holds real blocks for the sink
+and for the tokens that queries from its end on read exactly; everything between is vLLM's null
+block 0. A chunk of a prompt needs no blocks for its own queries, which read the chunk's own keys:
+blocks are taken only for what is still recent at its end.
 
 With prefix caching, blocks are also taken for what other requests will read: before the end of
 a prefix that vLLM finds the request to share with an earlier one, and before every page boundary
