@@ -130,14 +130,32 @@ def test_a_layer_of_its_own_beside_states(hybrid, asked, stock_tokens, said):
 
 
 def test_no_prefix_cache(hybrid, said):
-    """vLLM's default for such models; refused if it is asked for."""
+    """Off where vLLM's default is on, with a line."""
     with hybrid.engine({}, enable_prefix_caching=None) as engine:
         config = engine.llm.llm_engine.vllm_config
         assert not config.cache_config.enable_prefix_caching
         assert config.cache_config.mamba_cache_mode == "none"
     assert any("no prefix caching" in text for _, text in said)
-    refused = pytest.raises(OscarError, match="--enable-prefix-caching")
-    with refused, hybrid.engine({}, enable_prefix_caching=True):
+
+
+OFFLOAD = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "knobs", "message"),
+    [
+        ({}, {"enable_prefix_caching": True}, "--enable-prefix-caching"),
+        ({}, {"kv_transfer_config": OFFLOAD}, "needs the prefix cache"),
+        ({"canary": {}}, {}, "the canary"),
+    ],
+    ids=["prefix caching", "offload", "canary"],
+)
+def test_refused_beside_states(hybrid, options, knobs, message):
+    with pytest.raises(OscarError, match=message), hybrid.engine(options, **knobs):
         pass
 
 

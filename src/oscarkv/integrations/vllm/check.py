@@ -75,6 +75,9 @@ def check_config(config: Any) -> None:
         "images whose tokens see each other both ways; for text alone: --language-model-only": (
             model.is_mm_prefix_lm
         ),
+        "the canary: it cannot rescore a model with state-space layers": bool(
+            model.is_hybrid and settings.canary is not None
+        ),
         "--enable-prefix-caching: a model with state-space layers has no prefix cache here": bool(
             model.is_hybrid and cache.enable_prefix_caching
         ),
