@@ -1,5 +1,7 @@
 """Models with layers that keep a state instead of keys and values, calibrated for the others."""
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -7,8 +9,9 @@ from transformers import GenerationConfig
 
 import oscarkv
 from oscarkv.artifact import Artifact
-from oscarkv.errors import UnsupportedModelError
+from oscarkv.errors import ModelMismatchError, UnsupportedModelError
 from oscarkv.integrations.serving.fit import examine
+from oscarkv.integrations.serving.weights import check_weights
 from oscarkv.integrations.sglang.fit import SGLANG
 from oscarkv.integrations.vllm.fit import VLLM
 from oscarkv.integrations.vllm.settings import Settings
@@ -62,3 +65,18 @@ def test_what_check_says(model, artifact, tmp_path):
     assert "bits_per_element" not in fit.figures
     refused = examine(SGLANG, str(tmp_path / "model"), settings, dtype="bfloat16")
     assert not refused.good
+
+
+def test_norms_of_states_are_split_over_ranks(model, artifact):
+    """A rank's share may be as wide as the hidden size; it is compared with nothing."""
+    rank = copy.deepcopy(model)
+    states = {type(module) for module in rank.modules() if hasattr(module, "conv1d")}
+    (inner,) = {p for n, p in rank.named_parameters() if n.endswith("0.mamba.norm.weight")}
+    inner.data.neg_()
+    widths = {model.config.hidden_size, inner.numel()}
+    with pytest.raises(ModelMismatchError, match="has others"):
+        check_weights(artifact, rank, "rank", int, widths)
+    check_weights(artifact, rank, "rank", int, widths, split=tuple(states))
+    rank.model.norm.weight.data.neg_()
+    with pytest.raises(ModelMismatchError, match="has others"):
+        check_weights(artifact, rank, "rank", int, widths, split=tuple(states))

@@ -121,6 +121,7 @@ def _checked_weights(
     plain: Any, loader: Any, vllm_config: Any, model_config: Any, *rest: Any, **options: Any
 ) -> Any:
     """In every worker, as it loads the model. Drafts are models of their own."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from oscarkv.integrations.serving.weights import check_weights
@@ -132,7 +133,12 @@ def _checked_weights(
         if settings is not None and model_config is vllm_config.model_config and not dummy:
             widths = {model_config.get_hidden_size(), model_config.get_head_size()}
             check_weights(
-                settings.loaded, model, model_config.model, VocabParallelEmbedding, widths
+                settings.loaded,
+                model,
+                model_config.model,
+                VocabParallelEmbedding,
+                widths,
+                split=(MambaBase,),
             )
     except OscarError as error:
         refusal.refuse(error)
