@@ -117,6 +117,27 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"num_key_value_heads": 4}),
 }
 ARCHITECTURES = tuple(_CONFIGS)
+#: Models of which only some layers have keys and values.
+_CONFIGS["granite-hybrid"] = (
+    "GraniteMoeHybrid",
+    {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "attention_multiplier": 0.3,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+        "mamba_expand": 2,
+    },
+)
+
+
+#: Their head_dim is always hidden / heads.
+_DIVIDED = ("Phi", "Phi3", "Qwen2", "Olmo2", "GraniteMoeHybrid")
 
 
 def model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **over: Any):
@@ -137,7 +158,7 @@ def model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.floa
         "eos_token_id": 2,
     }
     knobs |= own | over
-    if prefix in ("Phi", "Phi3", "Qwen2", "Olmo2"):  # their head_dim is always hidden / heads
+    if prefix in _DIVIDED:
         knobs["hidden_size"] = knobs.pop("head_dim") * knobs["num_attention_heads"]
     config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
     torch.manual_seed(seed)

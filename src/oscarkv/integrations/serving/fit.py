@@ -22,7 +22,13 @@ from oscarkv.errors import (
     UnsupportedModelError,
 )
 from oscarkv.integrations.serving.settings import Settings
-from oscarkv.integrations.transformers.geometry import FULL, SLIDING, ModelGeometry, describe_config
+from oscarkv.integrations.transformers.geometry import (
+    FULL,
+    SLIDING,
+    STATES,
+    ModelGeometry,
+    describe_config,
+)
 from oscarkv.integrations.transformers.models import load_config
 
 GIB = 1 << 30
@@ -130,7 +136,15 @@ def examine(
         length,
     )
     try:
-        _windows(fit, capacity)
+        if set(STATES).isdisjoint(geometry.layer_types):
+            _windows(fit, capacity)
+        else:
+            fit.say(
+                "cache",
+                f"pages of {capacity.layout.page_size} tokens, in blocks as large as a state: what "
+                f"they reserve is known when {engine.name} starts. There is no prefix cache",
+                WARNING,
+            )
     except OscarError as error:  # a head_dim without pages
         fit.say("cache", str(error), PROBLEM)
         return fit
@@ -297,7 +311,7 @@ def _layers(fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometr
         for reason in sorted(set(reasons.values()))
     ]
     text = f"{packed} of {total} are packed; {'; '.join(parts)}: {engine.name}'s own cache"
-    other = set(geometry.layer_types) - {FULL, SLIDING}  # chunks, states: not even skipped
+    other = set(geometry.layer_types) - {FULL, SLIDING, *STATES}  # chunks: not even skipped
     mixes = engine.mixes_caches and not other
     if not mixes:
         text += ", which it cannot have beside oscarkv's"

@@ -20,10 +20,16 @@ EMBEDDINGS, NORMS = 128, 4  # samples of the embeddings, and of each norm
 
 
 def check_weights(
-    artifact: Artifact, model: nn.Module, name: str, embedding: type, widths: set[int]
+    artifact: Artifact,
+    model: nn.Module,
+    name: str,
+    embedding: type,
+    widths: set[int],
+    split: tuple[type, ...] = (),
 ) -> None:
     """Refuse weights that differ from a known fingerprint. `embedding` is the engine's class of
-    embeddings that are split over ranks; a norm as wide as none of `widths` is a rank's share."""
+    embeddings that are split over ranks; a norm as wide as none of `widths`, or in a module of
+    the classes `split`, is a rank's share."""
     known = artifact.model.fingerprint
     if not known:
         return
@@ -35,7 +41,7 @@ def check_weights(
         ) from None
     pairs = [
         *_embeddings(model, embedding, expected),
-        *_norms(model, expected[EMBEDDINGS:], widths),
+        *_norms(model, expected[EMBEDDINGS:], widths, split),
     ]
     for mine, theirs in pairs:
         if not same_weights(_hex(mine), _hex(theirs)):
@@ -61,16 +67,23 @@ def _embeddings(model: nn.Module, embedding: type, expected: Tensor) -> list[tup
     return [(expected[:EMBEDDINGS][here], found)]
 
 
-def _norms(model: nn.Module, expected: Tensor, widths: set[int]) -> list[tuple[Tensor, Tensor]]:
+def _norms(
+    model: nn.Module, expected: Tensor, widths: set[int], split: tuple[type, ...]
+) -> list[tuple[Tensor, Tensor]]:
     norms = [
-        parameter.detach()
+        parameter
         for name, parameter in sorted(model.named_parameters())
         if parameter.dim() == 1 and name.endswith("norm.weight")
     ]
     if len(expected) != NORMS * len(norms):  # layers on other stages, or norms of the engine's own
         return []
+    shares = {p for m in model.modules() if isinstance(m, split) for p in m.parameters()}
     pairs = zip(expected.split(NORMS), norms, strict=True)
-    whole = [(mine, norm) for mine, norm in pairs if norm.numel() in widths]  # not a rank's share
+    whole = [
+        (mine, norm.detach())
+        for mine, norm in pairs
+        if norm.numel() in widths and norm not in shares
+    ]
     return [(mine, norm[:: max(1, norm.numel() // NORMS)][:NORMS]) for mine, norm in whole]
 
 

@@ -18,6 +18,8 @@ from oscarkv.errors import UnsupportedModelError
 from oscarkv.integrations.transformers.attention import attention_implementation, observing
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+#: Layers whose cache is a state of the whole sequence.
+STATES = ("conv", "linear_attention", "mamba")
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.integrations.serving.settings import window_page_bytes
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.settings import page_layout
+from oscarkv.integrations.vllm.windows import page_sizes
 
 
 class OscarBackend(AttentionBackend):  # type: ignore[misc]
@@ -50,7 +50,7 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
-        return [MultipleOf(PAGE_QUANTUM)]
+        return page_sizes(kv_cache_spec)
 
     # On CUDA vLLM asks these about every layer as it is built, before the layer is known to keep
     # vLLM's own attention: yes to what `kept.py` hands over. Other types of attention and

@@ -31,9 +31,9 @@ class WindowBlocks(WindowRule):
         also the end of the prompt before its last turn, and of two shared prefixes: one that was
         found, and a longer one."""
         more = max(SLACK, self.page)
-        ends = (batches + 1) * self.tail(more) + blocks_for(TURN)
+        ends = (batches + 1) * self.tail(more) + self.blocks(TURN)
         held = min(ends, self.tail(more + in_flight)) + 2 * self.shared
-        return min(self.sink_blocks + held, blocks_for(max_model_len))
+        return min(self.sink_blocks + held, self.blocks(max_model_len))
 
 
 @dataclass(frozen=True)

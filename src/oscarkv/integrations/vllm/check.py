@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
@@ -22,6 +22,7 @@ from oscarkv.integrations.vllm.settings import (
     Settings,
     page_layout,
     settings_of,
+    switch_off,
     switched_off,
 )
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowSpec
@@ -49,7 +50,6 @@ def check_config(config: Any) -> None:
     refused = {
         f"skip {outside}: the model has no such layers": bool(outside),
         f"{settings.artifact}: no layer is left to pack": not packed,
-        "MLA: its cache is one latent a token, not keys and values": model.use_mla,
         # Left to itself vLLM does as the checkpoint says, by now or when it builds the layers.
         f"the FP8 KV cache that the checkpoint asks for: add {declining(own)}": bool(
             declares_cache(model) and cache.cache_dtype != own
@@ -75,6 +75,14 @@ def check_config(config: Any) -> None:
         "images whose tokens see each other both ways; for text alone: --language-model-only": (
             model.is_mm_prefix_lm
         ),
+        "the canary: it cannot rescore a model with state-space layers": bool(
+            model.is_hybrid and settings.canary is not None
+        ),
+        "--enable-prefix-caching: a model with state-space layers has no prefix cache here": bool(
+            model.is_hybrid and cache.enable_prefix_caching
+        ),
+        f"the KV connector {connector}: it needs the prefix cache, which a model with state-space "
+        "layers has not": model.is_hybrid and connector == "SimpleCPUOffloadConnector",
         "--enable-dbo: a step is planned once for all layers": bool(parallel.use_ubatching),
         f"recipe {settings.recipe.name!r}: it packs nothing": settings.recipe.exact,
         # Without this the server would run stock attention, and nobody would know.
@@ -118,6 +126,8 @@ def describe(config: Any, settings: Settings) -> str:
     """What a request of the longest length takes, padding and windows included."""
     model, recipe = config.model_config, settings.recipe
     length = model.max_model_len
+    if model.is_hybrid:  # only workers know how large a state is, and so a block
+        return f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}"
     capacity = Capacity(1, 1, model.get_head_size(), model.dtype, recipe, length)
     return (
         f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}, pages of "
@@ -128,15 +138,33 @@ def describe(config: Any, settings: Settings) -> str:
 
 
 def step_aside(arguments: Any) -> None:
-    """`"enabled": false` is one flag: the backend that was asked for beside it goes too, and vLLM
-    chooses as it would without us. `arguments`: EngineArgs."""
-    if not switched_off(arguments):
-        return
+    """Leave a server to vLLM that has `"enabled": false`, or a model without keys and values:
+    the backend that was asked for goes too, and vLLM chooses as it would without us. Of one with
+    states, only its prefix cache is none of vLLM's. `arguments`: EngineArgs."""
+    if switched_off(arguments):
+        _leave(arguments)
+        logger.info("oscarkv: switched off; the cache is vLLM's own")
+    elif settings_of(arguments) is not None:
+        model = arguments.create_model_config()
+        if model.use_mla:
+            switch_off(arguments)
+            _leave(arguments)
+            logger.warning(
+                "oscarkv: nothing is packed, and the artifact is not used: all attention layers of "
+                "%s are MLA, which caches one latent a token instead of keys and values, and keep "
+                "vLLM's own cache",
+                model.model,
+            )
+        elif model.is_hybrid and arguments.enable_prefix_caching is None:
+            arguments.enable_prefix_caching = False
+            logger.info("oscarkv: no prefix caching, since %s has state-space layers", model.model)
+
+
+def _leave(arguments: Any) -> None:
     for holder, name in ((arguments, "attention_backend"), (arguments.attention_config, "backend")):
         chosen = getattr(holder, name)
         if getattr(chosen, "name", chosen) == AttentionBackendEnum.CUSTOM.name:
             setattr(holder, name, None)
-    logger.info("oscarkv: switched off; the cache is vLLM's own")
 
 
 def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -> str | None:
@@ -149,7 +177,9 @@ def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -
         if name.endswith(SUFFIX) or name + SUFFIX in specs:
             continue
         index = extract_layer_index(name)
-        if index in settings.skip:
+        if isinstance(spec, MambaSpec):
+            reason = "state-space"
+        elif index in settings.skip:
             reason = "skipped"
         elif isinstance(spec, SlidingWindowSpec):
             reason = "sliding window"
@@ -165,9 +195,16 @@ def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -
     ]
     if not windows:
         raise OscarError(f"oscarkv has nothing to pack: {line}")
-    if any(spec.block_size != PAGE_QUANTUM for spec in windows):
+    (pages,) = {spec.block_size // PAGE_QUANTUM for spec in windows}
+    if pages == 1:
+        return line
+    padded = any(spec.page_size_padded for spec in windows)
+    if padded or not any(isinstance(spec, MambaSpec) for spec in specs.values()):
         raise OscarError(f"oscarkv cannot be used with this model: blocks are larger where {line}")
-    return line
+    return (
+        f"{line}; a state takes {pages} pages, so blocks hold {pages * windows[0].hit_alignment} "
+        f"packed or {pages * PAGE_QUANTUM} exact tokens"
+    )
 
 
 def check_memory(config: Any, cache: Any) -> None:
@@ -177,7 +214,7 @@ def check_memory(config: Any, cache: Any) -> None:
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
 
     def needed(length: int) -> int:
-        return sum(most_blocks(spec, length, config.max_in_flight_tokens) for spec in specs)
+        return sum(most_blocks(spec, length, config) for spec in specs)
 
     length, usable = config.model_config.max_model_len, cache.num_blocks - 1  # one is never used
     if needed(length) <= usable:
@@ -191,8 +228,10 @@ def check_memory(config: Any, cache: Any) -> None:
     )
 
 
-def most_blocks(spec: Any, length: int, in_flight: int) -> int:
-    """What one request of a group takes at most."""
+def most_blocks(spec: Any, length: int, config: Any) -> int:
+    """What one request of a group takes at most. `config`: VllmConfig."""
     if hasattr(spec, "max_admission_blocks_per_request"):  # windows
-        return int(spec.max_admission_blocks_per_request(in_flight, length))
+        return int(spec.max_admission_blocks_per_request(config.max_in_flight_tokens, length))
+    if isinstance(spec, MambaSpec):  # the same at every length
+        return blocks_for(spec.max_memory_usage_bytes(config), spec.page_size_bytes)
     return blocks_for(length, spec.block_size)

@@ -18,6 +18,7 @@ def install() -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.utils
     from vllm.model_executor.model_loader import base_loader
+    from vllm.platforms import current_platform
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
@@ -28,6 +29,11 @@ def install() -> None:
     _wrap(vllm.v1.engine.utils, "wait_for_engine_startup", _with_reason)
     _wrap(base_loader.BaseModelLoader, "load_model", _checked_weights)
     _wrap(base_loader, "process_weights_after_loading", _folded_weights)
+    _wrap(current_platform, "update_block_size_for_backend", _aligned_states)
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+        _wrap(CPUModelRunner, "_zero_block_ids", _zeroed_blocks)
     _wrap(SimpleCPUOffloadScheduler, "get_num_new_matched_tokens", _matched_in_memory)
     WorkerProc.wait_for_ready = staticmethod(_around(WorkerProc.wait_for_ready, _without_trace))
     refusal.print_refusals_as_lines()
@@ -115,6 +121,7 @@ def _checked_weights(
     plain: Any, loader: Any, vllm_config: Any, model_config: Any, *rest: Any, **options: Any
 ) -> Any:
     """In every worker, as it loads the model. Drafts are models of their own."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from oscarkv.integrations.serving.weights import check_weights
@@ -126,7 +133,12 @@ def _checked_weights(
         if settings is not None and model_config is vllm_config.model_config and not dummy:
             widths = {model_config.get_hidden_size(), model_config.get_head_size()}
             check_weights(
-                settings.loaded, model, model_config.model, VocabParallelEmbedding, widths
+                settings.loaded,
+                model,
+                model_config.model,
+                VocabParallelEmbedding,
+                widths,
+                split=(MambaBase,),
             )
     except OscarError as error:
         refusal.refuse(error)
@@ -143,6 +155,25 @@ def _folded_weights(plain: Any, model: Any, *rest: Any, **options: Any) -> Any:
 
         fold_model(model, settings)
     return plain(model, *rest, **options)
+
+
+def _aligned_states(plain: Any, config: Any) -> None:
+    """In every worker, once it has loaded the model."""
+    from oscarkv.integrations.vllm.states import align_states
+
+    plain(config)
+    if settings_of(config) is not None:
+        align_states(config)
+
+
+def _zeroed_blocks(plain: Any, runner: Any, block_ids: Any) -> None:
+    """vLLM's CPU runner takes each page of a layer for a block."""
+    from oscarkv.integrations.vllm.cpu import zero_blocks
+
+    if settings_of(runner.vllm_config) is None:
+        plain(runner, block_ids)
+    else:
+        zero_blocks(runner, block_ids)
 
 
 def _matched_in_memory(plain: Any, offloaded: Any, request: Any, computed: int) -> Any:

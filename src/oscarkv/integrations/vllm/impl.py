@@ -154,7 +154,8 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         cache = self._layer(kv_cache)
         tokens = slot_mapping.shape[0]
         # Slots in block 0, vLLM's null block, stand for tokens whose window block was never taken;
-        # to the kernels that is page 0, where nothing is written.
+        # to the kernels that is page 0, where nothing is written. If blocks have several pages, the
+        # others of block 0 are written, and never read: they lie in nobody's window.
         windows = get_forward_context().slot_mapping[self._windows_name][:tokens]
         steps_of(self.config, self.settings, kv_cache.device).writing.write(
             key[:tokens], value[:tokens], slot_mapping, windows, cache

@@ -44,6 +44,11 @@ def switched_off(config: Any) -> bool:
     return section is not None and not section.get("enabled", True)
 
 
+def switch_off(config: Any) -> None:
+    changed = {SECTION: (_section(config) or {}) | {"enabled": False}}
+    config.additional_config = config.additional_config | changed
+
+
 def settings_of(config: Any) -> Settings | None:
     """The settings in a VllmConfig; None if it has none, or they are switched off."""
     section = _section(config)

@@ -1,9 +1,10 @@
 """The companion group: exact copies of the sink and of the last `recent` tokens.
 
-Blocks of 16 tokens, indexed by position // 16. A request holds real blocks for the sink and for
-the tokens that queries from its end on read exactly; everything between is vLLM's null block 0.
-A chunk of a prompt needs no blocks for its own queries, which read the chunk's own keys: blocks
-are taken only for what is still recent at its end.
+Blocks of 16 tokens, indexed by position // 16; of several times as many beside states (states.py),
+which vLLM then divides into pages of 16 for the attention. A request holds real blocks for the sink
+and for the tokens that queries from its end on read exactly; everything between is vLLM's null
+block 0. A chunk of a prompt needs no blocks for its own queries, which read the chunk's own keys:
+blocks are taken only for what is still recent at its end.
 
 With prefix caching, blocks are also taken for what other requests will read: before the end of
 a prefix that vLLM finds the request to share with an earlier one, and before every page boundary
@@ -51,7 +52,8 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
 
     @property
     def counts(self) -> WindowBlocks:
-        return WindowBlocks(self.sink, self.sliding_window, self.hit_alignment)
+        pages = self.block_size // PAGE_QUANTUM
+        return WindowBlocks(self.sink, self.sliding_window, self.hit_alignment, pages)
 
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
@@ -302,6 +304,12 @@ def register_spec() -> None:
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
 
 
+def page_sizes(spec: KVCacheSpec | None) -> list[Any]:
+    """Tokens that our attention takes for a block: one page, whatever vLLM puts into one of its
+    blocks. `spec`: of our layers, or None while vLLM chooses one block size for all."""
+    return [MultipleOf(PAGE_QUANTUM) if spec is None else spec.tokens_per_state]
+
+
 class WindowBackend(AttentionBackend):  # type: ignore[misc]
     """Gives the companion group its tables; nothing attends through it."""
 
@@ -321,7 +329,7 @@ class WindowBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
-        return [MultipleOf(PAGE_QUANTUM)]
+        return page_sizes(kv_cache_spec)
 
 
 class WindowLayer(AttentionLayerBase):  # type: ignore[misc]
