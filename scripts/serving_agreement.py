@@ -12,8 +12,8 @@ of two is tipped by the last bit of an activation.
 An engine has one request at a time under way (`--requests`) and reads its prompt whole, pages hold
 as many tokens on both sides, and both have one thread: products of the same shape are the same to
 the bit, products of others only to rounding. SGLang multiplies as Transformers does. vLLM has
-oneDNN multiply, which sums in another order than PyTorch's default; with `--onednn` the model that
-`OscarCache` serves does as well, so that what is left to differ are the caches.
+oneDNN multiply, which sums in another order than PyTorch; with `--torch-products` it leaves that to
+PyTorch, as its builds without oneDNN do, so that what is left to differ are the caches.
 
 Float32, a recent window far shorter than the prompts. In strict mode, on both sides, prompts read
 what they have just packed, so a tipped code changes what the next layer packs, and so on. As served
@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.mkldnn import MkldnnLinear
 
 import oscarkv
 from oscarkv.integrations.transformers.calibrate import calibrate
@@ -192,11 +191,11 @@ def with_sglang(
     return answers
 
 
-def multiply_with_onednn(model: Any) -> None:
-    """Have a model's layers multiply with oneDNN, as vLLM's do, instead of PyTorch's default."""
-    for name, module in list(model.model.layers.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            model.model.layers.set_submodule(name, MkldnnLinear(module, torch.float32))
+def leave_products_to_torch() -> None:
+    """Have vLLM multiply as its builds without oneDNN do: with PyTorch, as Transformers does."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
 
 
 @torch.no_grad()
@@ -255,7 +254,7 @@ def main() -> None:
     parser.add_argument("--recent", type=int, help="instead of the recipe's")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--requests", type=int, default=1, help="that the engine has under way")
-    parser.add_argument("--onednn", action="store_true", help="for OscarCache's model; see above")
+    parser.add_argument("--torch-products", action="store_true", help="in vLLM; see above")
     parser.add_argument("--control", action="store_true", help="instead of an engine; see above")
     parser.add_argument("--as-served", action="store_true", help="not strict; see above")
     parser.add_argument("--json", type=Path)
@@ -292,12 +291,11 @@ def main() -> None:
         found = [with_oscarcache(model, artifact, prompt, **how) for prompt in prompts]
     else:
         page = page_size_of(options.engine, artifact)
-        record |= {"requests": options.requests, "page_size": page, "onednn": options.onednn}
+        record |= {"requests": options.requests, "page_size": page}
+        record["torch_products"] = options.torch_products or options.engine == "sglang"
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             oscarkv.save_artifact(artifact, Path(folder) / "artifact")
-            if options.onednn:
-                multiply_with_onednn(model)
             began = time.perf_counter()
             expected = [
                 with_oscarcache(model, artifact, prompt, **how, page_size=page)
@@ -305,6 +303,8 @@ def main() -> None:
             ]
             record["oscarcache_seconds"] = round(time.perf_counter() - began, 1)
             del model
+            if options.torch_products:
+                leave_products_to_torch()
             began = time.perf_counter()
             through = {"vllm": with_vllm, "sglang": with_sglang}[options.engine]
             paths = (Path(folder), Path(folder) / "artifact")
