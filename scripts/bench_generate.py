@@ -103,7 +103,7 @@ def make_artifact(model: Any) -> Artifact:
     free = data_free(geometry, range(geometry.identity.layers), Recipe.named("quarot-int2"))
     recipe = Recipe()
     for layer in free.layers.values():
-        layer.query = reader_of(layer.key, recipe.refined)
+        layer.query = reader_of(layer.key, recipe)
     return Artifact(free.model, recipe, free.layers, {"tokens": 0})
 
 

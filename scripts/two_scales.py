@@ -50,7 +50,7 @@ def passages_twice(tokens: Sequence[int], length: int, count: int) -> list[Tenso
 def scale_of_two_digits(scale: float | None) -> Iterator[None]:
     """The oracle's rounding with another scale than the format's."""
     own = encode.SPLIT_SCALE
-    encode.SPLIT_SCALE = own if scale is None else scale
+    encode.SPLIT_SCALE = own if scale is None else own | {2: scale}
     try:
         yield
     finally:

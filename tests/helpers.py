@@ -43,9 +43,7 @@ def make_transforms(
     dim: int,
     seed: int,
     *,
-    metric: bool = False,
-    refined: bool = False,
-    split: bool = False,
+    recipe: Recipe | None = None,
 ) -> Transforms:
     rng = generator(seed)
     key, value = (well_conditioned(heads, dim, rng) for _ in range(2))
@@ -53,13 +51,13 @@ def make_transforms(
     metrics = torch.stack([random_spd(dim, rng) for _ in range(heads)]).float()
     return Transforms(
         key=key.float(),
-        query=reader_of(key, refined, split).float(),
+        query=reader_of(key, recipe or Recipe(refine_keys=False)).float(),
         key_mean=means[0],
         value=value.float(),
         value_inverse=torch.linalg.inv(value).float(),
         value_mean=means[1],
         exponents=torch.randint(-11, -8, (2, heads), generator=rng, dtype=torch.int32),
-        metric=metrics if metric else None,
+        metric=metrics if recipe is not None and recipe.metric_rounding else None,
     )
 
 
@@ -79,14 +77,7 @@ def make_layer(
     return LayerCache(
         history=torch.zeros(pages, kv_heads, layout.bytes, dtype=torch.uint8),
         window=torch.zeros(pages, kv_heads, 2, PAGE_QUANTUM, head_dim),
-        transforms=make_transforms(
-            kv_heads,
-            head_dim,
-            seed,
-            metric=recipe.metric_rounding,
-            refined=recipe.refined,
-            split=recipe.split,
-        ),
+        transforms=make_transforms(kv_heads, head_dim, seed, recipe=recipe),
         layout=layout,
         key_codec=RowCodec.for_keys(recipe, head_dim),
         value_codec=RowCodec.for_values(recipe, head_dim),

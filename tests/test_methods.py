@@ -74,7 +74,7 @@ def test_every_preset_fits_a_layer(name: str, statistics: LayerStatistics) -> No
     recipe = Recipe.named(name, sink=2, recent=4, group_size=None)
     layer = fit_layer(statistics, recipe)
     eye = torch.eye(DIM).expand(HEADS, DIM, DIM)
-    assert layer.inverse_errors(recipe.refined, recipe.split)["key"] < 1e-4
+    assert layer.inverse_errors(recipe)["key"] < 1e-4
     torch.testing.assert_close(layer.value @ layer.value_inverse, eye, atol=1e-4, rtol=0)
     assert bool((layer.key_mean != 0).any()) == recipe.center
 

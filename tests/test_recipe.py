@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oscarkv.errors import RecipeError
 from oscarkv.methods import presets
-from oscarkv.recipe import CODE_BITS, GAINS, PARAMETER_FORMATS, Recipe
+from oscarkv.recipe import CODE_BITS, GAINS, PARAMETER_FORMATS, REFINED_BITS, Recipe
 
 HEAD_DIMS = [64, 80, 96, 128, 192, 256]
 MINMAX = {"fit": "minmax", "key_gain": 0.0, "value_gain": 0.0}
@@ -105,13 +105,13 @@ def test_invalid_and_contradictory_knobs_are_refused(knobs: dict, message: str) 
 )
 def test_what_refined_keys_contradict_is_taken_without_them(knobs: dict) -> None:
     assert not Recipe(**knobs, refine_keys=False).refined
-    assert not Recipe(**knobs, key_bits=4).refined  # only 2-bit keys are
+    assert not Recipe(**knobs, key_bits=4).refined  # keys of 4 bits never are
 
 
-def test_ours_refine_keys_of_2_bits_and_no_others_do() -> None:
+def test_ours_refine_keys_of_2_and_3_bits_and_no_others_do() -> None:
     ours = {"balanced", "compact", "precise"}
     assert {name for name, recipe in presets().items() if recipe.refined} == ours
-    assert [Recipe(key_bits=bits).refined for bits in CODE_BITS] == [True, False, False]
+    assert [Recipe(key_bits=bits).refined for bits in CODE_BITS] == [True, True, False]
     even = Recipe(refine_keys=False)
     assert all(Recipe().bits(dim) == even.bits(dim) for dim in HEAD_DIMS)
 
@@ -157,7 +157,7 @@ def test_presets_survive_json(name: str) -> None:
 @settings(deadline=None, max_examples=40)
 def test_any_recipe_survives_json(knobs: dict, refine: bool) -> None:
     plain = knobs.get("group_size") is None and not knobs.get("metric_rounding")
-    knobs["refine_keys"] = refine and (plain or knobs.get("key_bits", 2) > 2)
+    knobs["refine_keys"] = refine and (plain or knobs.get("key_bits", 2) not in REFINED_BITS)
     recipe = Recipe(**knobs)
     again = Recipe.from_json(recipe.to_json())
     assert again == recipe

@@ -16,6 +16,8 @@ from oscarkv.errors import RecipeError
 
 EXACT_BITS = 16
 CODE_BITS = (2, 3, 4)
+#: Keys of these bits can be refined; with 4, a quarter of the channels is better kept than refined.
+REFINED_BITS = (2, 3)
 PARAMETER_FORMATS = ("auto", "fp16", "log8", "log8-symmetric")
 #: The bits of the parameters of one group, for each format.
 PARAMETER_BITS = {"fp16": 32, "log8": 16, "log8-symmetric": 8}
@@ -52,7 +54,9 @@ class Recipe:
     center: bool = True  # subtract the mean key and value; put back exactly at read-out
     average_positions: bool = True  # average the statistics over RoPE offsets
     ridge: float = 1e-4  # added to the unit-trace moments of the balanced transform
-    refine_keys: bool = True  # 2-bit keys: a quarter of the channels with 4 bits, a quarter with 0
+    refine_keys: bool = (
+        True  # keys: a quarter of the channels with twice the bits, a quarter with 0
+    )
     split_scales: bool = False  # refined keys: a scale for either kind; values: one for each half
 
     # Encoding.
@@ -78,11 +82,11 @@ class Recipe:
     @property
     def refined(self) -> bool:
         """Whether key codes are two digits of some channels and none of others."""
-        return self.refine_keys and self.key_bits == 2
+        return self.refine_keys and self.key_bits in REFINED_BITS
 
     @property
     def split(self) -> bool:
-        """Whether refined keys have one scale for channels of 4 bits and one for those of 2."""
+        """Whether refined keys have one scale for channels of two digits and one for the others."""
         return self.refined and self.split_scales
 
     @property

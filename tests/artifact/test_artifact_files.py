@@ -37,14 +37,16 @@ def layer(
     refined: bool = True,
     size: float = 1.0,
     split: bool = False,
+    bits: int = 2,
 ) -> LayerTransforms:
+    recipe = Recipe.named("precise" if split else "compact", key_bits=bits)
     generator = torch.Generator().manual_seed(seed)
     key = torch.randn(HEADS, DIM, DIM, generator=generator, dtype=torch.float64)
     key = size * (key + 8 * torch.eye(DIM))
     value = hadamard(DIM).expand(HEADS, DIM, DIM)
     return LayerTransforms(
         key=key.float(),
-        query=reader_of(key, refined, split).float().contiguous(),
+        query=reader_of(key, recipe if refined else recipe.unrefined).float().contiguous(),
         key_mean=torch.randn(HEADS, DIM, generator=generator),
         value=value.float().contiguous(),
         value_inverse=value.mT.float().contiguous(),
@@ -110,6 +112,27 @@ def split_artifact() -> Artifact:
     return Artifact(MODEL, recipe, {0: layer(0, split=True)}, {"tokens": 99, "seed": 1}, "0.1.0")
 
 
+def wide_artifact() -> Artifact:
+    recipe = Recipe(sink=4, recent=8, key_bits=3)
+    return Artifact(MODEL, recipe, {0: layer(0, bits=3)}, {"tokens": 99, "seed": 1}, "0.1.0")
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_keys_of_3_bits_from_before_they_were_refined_are_refused(
+    tmp_path: Path, mixed: bool
+) -> None:
+    def age(tensors: dict[str, Any], header: dict[str, Any]) -> None:
+        header["format_version"] = 3
+        if mixed:
+            header["recipe"]["key_bits"] = 2
+            header["layer_bits"] = {"0": [3, 2]}
+
+    save_artifact(wide_artifact(), tmp_path / "a")
+    rewrite(tmp_path / "a", age)
+    with pytest.raises(ArtifactError, match=r"format 3 has keys of 3 bits .* calibrate or tune"):
+        load_artifact(tmp_path / "a")
+
+
 def test_keys_that_are_read_as_if_they_had_one_scale_are_refused() -> None:
     with pytest.raises(ArtifactError, match="key"):
         dataclasses.replace(split_artifact(), layers={0: layer(0)})
@@ -119,12 +142,15 @@ def test_refined_keys_are_format_3_which_older_readers_refuse(tmp_path: Path) ->
     even, refined = artifact(refined=False), artifact()
     mixed = {"layer_bits": {3: (4, 2)}}
     some = refined.layers | {3: layer(3, refined=False)}
+    wider = refined.layers | {3: layer(3, bits=3)}
     for expected, one in (
         (1, even),
         (2, dataclasses.replace(even, **mixed)),
         (3, refined),
         (3, dataclasses.replace(refined, layers=some, **mixed)),
         (4, split_artifact()),
+        (5, wide_artifact()),
+        (5, dataclasses.replace(refined, layers=wider, layer_bits={3: (3, 2)})),
     ):
         save_artifact(one, tmp_path / "a")
         assert format_version(tmp_path / "a") == expected
@@ -146,8 +172,8 @@ def test_files_from_before_refined_keys_are_read_without_them(tmp_path: Path, ve
     assert torch.equal(loaded.layers[3].query, layer(3, refined=False).query)
 
 
-def test_layers_with_more_bits_are_not_refined(tmp_path: Path) -> None:
-    for bits in ((3, 2), (4, 4)):
+def test_layers_with_4_bits_are_not_refined(tmp_path: Path) -> None:
+    for bits in ((4, 2), (4, 4)):
         layers = {0: layer(0), 3: layer(3, refined=False)}
         mixed = Artifact(MODEL, Recipe(), layers, layer_bits={3: bits})
         assert [mixed.layer_recipe(index).refined for index in (0, 3)] == [True, False]
@@ -157,6 +183,8 @@ def test_layers_with_more_bits_are_not_refined(tmp_path: Path) -> None:
             Artifact(MODEL, Recipe(), {0: layer(0), 3: layer(3)}, layer_bits={3: bits})
     with pytest.raises(ArtifactError, match="layer 3: key transform and its inverse differ"):
         Artifact(MODEL, Recipe(), layers, layer_bits={3: (2, 4)})  # keys of 2 bits are
+    with pytest.raises(ArtifactError, match="layer 3: key transform and its inverse differ"):
+        Artifact(MODEL, Recipe(), {0: layer(0), 3: layer(3)}, layer_bits={3: (3, 2)})
 
 
 def test_files_can_be_read_by_others(saved: Path) -> None:
@@ -238,7 +266,7 @@ DAMAGE = {
     "older format": (set_header(format_version=0), "artifact format 0, this oscarkv"),
     "newer format": (
         set_header(format_version=9, library_version="9.9"),
-        "artifact format 9, this .* reads formats 1 to 4; install the version that wrote it .9.9.",
+        "artifact format 9, this .* reads formats 1 to 5; install the version that wrote it .9.9.",
     ),
     "no model": (set_header(model=None), "damaged header"),
     "strange model": (set_header(model={"name": "x"}), "damaged header"),

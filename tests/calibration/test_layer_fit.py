@@ -13,7 +13,7 @@ from oscarkv.codec.encode import REFINED_SCALE
 from oscarkv.errors import CalibrationError
 from oscarkv.linalg import bit_reversal, hadamard
 from oscarkv.methods.balanced import centred_keys
-from oscarkv.recipe import Recipe
+from oscarkv.recipe import REFINED_BITS, Recipe
 
 DIM = 8
 SIZES = {"sink": 3, "recent": 5}
@@ -161,22 +161,25 @@ def test_refined_channels_have_one_energy_and_the_order_of_what_queries_read() -
         # Classes are apart: what one stores says nothing of another.
         blocks = torch.block_diag(*(stored[part, part] for part in CLASSES))
         torch.testing.assert_close(stored, blocks, rtol=0, atol=1e-3 * float(energy.mean()))
-        inverse = reader_of(key, refined=False)
+        inverse = reader_of(key, Recipe(refine_keys=False))
         read = (inverse.T @ statistics.read_queries.second_moment[head] @ inverse).diagonal()
         most, middle, least = (read[part] for part in CLASSES)
         assert most.min() > 1.2 * middle.max()
         assert middle.min() > 1.2 * least.max()
 
 
-def test_refined_keys_are_read_on_the_stored_directions_whatever_the_first_digits() -> None:
-    call = random_call(5)
-    layer = fit_layer(observed([call]), Recipe(**SIZES))
+@pytest.mark.parametrize("bits", REFINED_BITS)
+def test_refined_keys_are_read_on_the_stored_directions_whatever_the_first_digits(
+    bits: int,
+) -> None:
+    call, levels = random_call(5), 1 << bits
+    layer = fit_layer(observed([call]), Recipe(**SIZES, key_bits=bits))
     for head in range(2):
         key, query = layer.key[head].double(), layer.query[head].double()
         rows = (call.k[head] - layer.key_mean[head]).double() @ key
         first, middle, dropped = (rows[:, part] for part in CLASSES)
-        digit = torch.round(first)  # any: the second digit is four times what it leaves
-        codes = torch.cat([digit, middle, 4 * (REFINED_SCALE * first - digit)], -1)
+        digit = torch.round(first)  # any: the second digit is L times what it leaves
+        codes = torch.cat([digit, middle, levels * (REFINED_SCALE[bits] * first - digit)], -1)
         again = codes @ query.T @ key
         expected = torch.cat([first, middle, torch.zeros_like(dropped)], -1)
         torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
@@ -209,8 +212,8 @@ def test_with_split_scales_the_channels_read_least_come_second() -> None:
     most, middle, least = (shared.key[..., part] for part in CLASSES)
     assert torch.equal(split.key, torch.cat([most, least, middle], -1))
     torch.testing.assert_close(split.exponents, shared.exponents)
-    assert split.inverse_errors(refined=True, split=True)["key"] < 1e-4
-    assert split.inverse_errors(refined=True, split=False)["key"] > 0.1
+    assert split.inverse_errors(Recipe.named("precise"))["key"] < 1e-4
+    assert split.inverse_errors(Recipe.named("compact"))["key"] > 0.1
 
 
 @pytest.mark.parametrize("name", ["balanced", "compact", "precise"])

@@ -188,7 +188,7 @@ def test_refusals(refuses: Callable[..., str], tiny: Path, artifact: Path, tmp_p
 def test_a_recipe_that_packs_nothing(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:
     loaded = oscarkv.load_artifact(artifact)
     for layer in loaded.layers.values():
-        layer.query = reader_of(layer.key, refined=False)
+        layer.query = reader_of(layer.key, oscarkv.Recipe.named("bf16"))
     plain = dataclasses.replace(loaded, recipe=oscarkv.Recipe.named("bf16"))
     oscarkv.save_artifact(plain, tmp_path / "plain")
     answer = found(run, tiny, "--artifact", tmp_path / "plain", code=1)
@@ -266,7 +266,7 @@ def test_a_head_dim_without_pages(run: Run, tiny: Path, artifact: Path, tmp_path
             setattr(layer, name, eye.clone())
         for name in ("key_mean", "value_mean", "spectrum"):
             setattr(layer, name, torch.ones(2, 24))
-        layer.query = reader_of(eye, refined=loaded.recipe.refined)
+        layer.query = reader_of(eye, loaded.recipe)
     loaded.model = dataclasses.replace(loaded.model, head_dim=24)
     oscarkv.save_artifact(loaded, tmp_path / "artifact")
     answer = found(run, model, "--artifact", tmp_path / "artifact", code=1)

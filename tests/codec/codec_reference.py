@@ -52,15 +52,15 @@ def store(s: F, lo: F, fmt: str, levels: int, base: F) -> tuple[bytes, F, F]:
     return bytes([n, int(z) % 256]), s, s * (z * step)
 
 
-def load(stored: bytes, fmt: str, base: F) -> tuple[F, F]:
-    """Two-bit rows' s and lo as a reader sees them."""
+def load(stored: bytes, fmt: str, levels: int, base: F) -> tuple[F, F]:
+    """A row's s and lo as a reader sees them."""
     if fmt == "fp16":
         s, lo = np.frombuffer(stored, np.float16)
         return F(s), F(lo)
     s = GRID[stored[0]] * base
     if fmt == "log8-symmetric":
-        return s, s * F(-1.5)
-    return s, s * (F(np.int8(stored[1] - 256 * (stored[1] > 127))) * F(1 / 32))
+        return s, s * F(-(levels - 1) / 2)
+    return s, s * (F(np.int8(stored[1] - 256 * (stored[1] > 127))) * F((levels - 1) / 96))
 
 
 def _power(x: F, power: float) -> F:
@@ -125,27 +125,30 @@ def _least_squares(x: np.ndarray, bits: int, fmt: str, gain: float, base: F):
     return s, lo, stored
 
 
-def _refined(row: np.ndarray, fmt: str, gain: float, base: F) -> tuple[list[int], bytes]:
-    quarter, symmetric = len(row) // 4, fmt == "log8-symmetric"
-    s, lo, stored = _least_squares(row[: 3 * quarter], 2, fmt, gain, base)
-    middle = _codes(row[quarter : 3 * quarter], s, lo, 4, symmetric)
-    s, lo = load(stored, fmt, base)
-    scaled = row[:quarter] * F(0.75)
-    first = _codes(scaled, s, lo, 4, symmetric)
-    left = [(x - (s * F(c) + lo)) * F(4) for x, c in zip(scaled, first, strict=True)]
-    return first + middle + _codes(left, s, lo, 4, symmetric), stored
+def _two_digits(x, s: F, lo: F, levels: int, symmetric: bool) -> tuple[list[int], list[int]]:
+    first = _codes(x, s, lo, levels, symmetric)
+    left = [(i - (s * F(c) + lo)) * F(levels) for i, c in zip(x, first, strict=True)]
+    return first, _codes(left, s, lo, levels, symmetric)
 
 
-def _split(row: np.ndarray, fmt: str, gain: float, base: F) -> tuple[list[int], bytes]:
-    quarter = len(row) // 4
+def _refined(row: np.ndarray, bits: int, fmt: str, gain: float, base: F) -> tuple[list[int], bytes]:
+    quarter, levels, symmetric = len(row) // 4, 1 << bits, fmt == "log8-symmetric"
+    s, lo, stored = _least_squares(row[: 3 * quarter], bits, fmt, gain, base)
+    middle = _codes(row[quarter : 3 * quarter], s, lo, levels, symmetric)
+    s, lo = load(stored, fmt, levels, base)
+    scaled = row[:quarter] * F({2: 0.75, 3: 0.6875}[bits])
+    first, second = _two_digits(scaled, s, lo, levels, symmetric)
+    return first + middle + second, stored
+
+
+def _split(row: np.ndarray, bits: int, fmt: str, gain: float, base: F) -> tuple[list[int], bytes]:
+    quarter, levels = len(row) // 4, 1 << bits
     twice, once = row[:quarter], row[2 * quarter :]
-    largest = np.abs(twice).max() * F(0.53125)
-    wide, s, lo = store(largest, largest, fmt, 4, base)
-    first = _codes(twice, s, lo, 4, True)
-    left = [(x - (s * F(c) + lo)) * F(4) for x, c in zip(twice, first, strict=True)]
-    second = _codes(left, s, lo, 4, True)
-    s, lo, narrow = _least_squares(once, 2, fmt, gain, base)
-    return first + second + _codes(once, s, lo, 4, True), wide + narrow
+    largest = np.abs(twice).max() * F({2: 0.53125, 3: 0.25390625}[bits])
+    wide, s, lo = store(largest, largest, fmt, levels, base)
+    first, second = _two_digits(twice, s, lo, levels, True)
+    s, lo, narrow = _least_squares(once, bits, fmt, gain, base)
+    return first + second + _codes(once, s, lo, levels, True), wide + narrow
 
 
 def _minmax(x: np.ndarray, threshold: F | None, bits: int, fmt: str, base: F):
@@ -160,9 +163,9 @@ def encode(row, bits, groups, fmt, fit, clip, gain, refined, base) -> tuple[list
     """A row's codes in channel order and its stored parameters."""
     row, base = np.asarray(row, F), F(base)
     if refined and groups == 2:
-        return _split(row, fmt, gain, base)
+        return _split(row, bits, fmt, gain, base)
     if refined:
-        return _refined(row, fmt, gain, base)
+        return _refined(row, bits, fmt, gain, base)
     threshold = None
     if clip:
         threshold = np.sort(np.abs(row))[min(int(clip * len(row)), len(row) - 1)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oscarkv.codec import RowCodec, parameters
 from oscarkv.codec.encode import REFINED_SCALE, _sqrt
-from oscarkv.recipe import GAINS, PARAMETER_BITS, Recipe
+from oscarkv.recipe import GAINS, PARAMETER_BITS, REFINED_BITS, Recipe
 
 BASE = 2.0**-10
 FORMATS = sorted(PARAMETER_BITS)
@@ -38,7 +38,7 @@ minmax = st.builds(
 codecs = st.one_of(least_squares, minmax)
 refined = st.builds(
     RowCodec,
-    bits=st.just(2),
+    bits=st.sampled_from(REFINED_BITS),
     groups=st.just(1),
     parameter_format=st.sampled_from(FORMATS),
     fit=st.just("least-squares"),
@@ -47,7 +47,10 @@ refined = st.builds(
     refined=st.just(True),
 )
 split = st.builds(
-    lambda gain: RowCodec(2, 2, "log8-symmetric", "least-squares", 0.0, gain, refined=True),
+    lambda bits, gain: RowCodec(
+        bits, 2, "log8-symmetric", "least-squares", 0.0, gain, refined=True
+    ),
+    st.sampled_from(REFINED_BITS),
     st.sampled_from(GAINS),
 )
 every = st.one_of(codecs, refined, split)
@@ -185,22 +188,24 @@ def test_keys_and_values_encoded_together_equal_two_calls(codec, other_gain, row
 
 @given(refined, rows_of)
 @settings(deadline=None, max_examples=40)
-def test_a_second_digit_quarters_the_step_and_the_last_quarter_is_not_looked_at(codec, rows):
+def test_a_second_digit_divides_the_step_by_the_levels_and_the_last_quarter_is_not_looked_at(
+    codec, rows
+):
     quarter = rows.shape[-1] // 4
     codes, stored = encode(codec, rows)
     other = torch.cat([rows[:, :-quarter], rows[:, :quarter]], -1)
     assert torch.equal(codes, encode(codec, other)[0])
-    x = rows[:, :quarter] * REFINED_SCALE
+    x, levels = rows[:, :quarter] * REFINED_SCALE[codec.bits], codec.levels
     base = torch.full((rows.shape[0], 1), BASE)
     s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base)
     read = decode(codec, codes, stored)
-    both = read[:, :quarter] + read[:, -quarter:] / 4
-    inside = (x >= lo - s / 2) & (x <= lo + 3.5 * s)
+    both = read[:, :quarter] + read[:, -quarter:] / levels
+    inside = (x >= lo - s / 2) & (x <= lo + (levels - 0.5) * s)
     slack = 1e-6 * (x.abs().amax(-1, keepdim=True) + lo.abs() + s)
     # Half a small step, but for the offset of the second digits' grid from the middle of what the
     # first ones leave.
-    shift = (lo + 1.5 * s).abs() / 4
-    assert bool(((both - x).abs() <= s / 8 + shift + slack)[inside].all())
+    shift = (lo + (levels - 1) / 2 * s).abs() / levels
+    assert bool(((both - x).abs() <= s / (2 * levels) + shift + slack)[inside].all())
     # Rows about zero, of a size whose scale can be stored, are within reach of the two digits.
     ordinary = (rows.mean(-1).abs() < rows.std(-1)) & (rows.abs().amax(-1) < 2.0**5)
     assert bool((inside.float().mean(-1) > 0.7)[ordinary].all())
@@ -217,10 +222,10 @@ def test_with_split_scales_two_digits_reach_the_largest_number(codec, rows) -> N
     once = replace(codec, groups=1, refined=False)
     assert torch.equal(codes[:, 2 * quarter :], encode(once, rows[:, 2 * quarter :])[0])
     x, read = rows[:, :quarter], decode(codec, codes, stored)
-    both = read[:, :quarter] + read[:, quarter : 2 * quarter] / 4
+    both = read[:, :quarter] + read[:, quarter : 2 * quarter] / codec.levels
     largest = x.abs().amax(-1, keepdim=True)
     storable = (largest > 2.0**-8) & (largest < 2.0**5)
-    assert bool(((both - x).abs() <= largest * 0.07)[storable.expand_as(x)].all())
+    assert bool(((both - x).abs() <= largest * 1.1 / codec.levels**2)[storable.expand_as(x)].all())
 
 
 def test_only_codecs_that_differ_in_gain_share_a_grid() -> None:
@@ -308,11 +313,12 @@ def test_least_squares_beats_minmax_on_average(bits, dim, tail, share) -> None:
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("gain", [0.0, 0.75, 1.0])
-def test_two_digits_leave_an_eighth_of_the_error_of_one(gain: float, fmt: str, dim: int) -> None:
+@pytest.mark.parametrize("bits", REFINED_BITS)
+def test_two_digits_leave_an_eighth_of_the_error_of_one(bits, gain, fmt, dim) -> None:
     quarter, rows = dim // 4, random_rows(1000, dim)
-    codec = replace(plain(fmt=fmt, gain=gain), refined=True)
+    codec = replace(plain(bits, fmt, gain), refined=True)
     read = decode(codec, *encode(codec, rows))
-    two = (read[:, :quarter] + read[:, -quarter:] / 4) / REFINED_SCALE
+    two = (read[:, :quarter] + read[:, -quarter:] / codec.levels) / REFINED_SCALE[bits]
     of_two = (two - rows[:, :quarter]).square().mean()
     of_one = (read - rows)[:, quarter:-quarter].square().mean()
     assert float(of_two) < float(of_one) / 8

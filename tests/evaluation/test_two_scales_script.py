@@ -32,7 +32,7 @@ def test_passages_come_twice_and_are_apart(script: ModuleType) -> None:
 
 def test_another_scale_is_used_and_put_back(script: ModuleType) -> None:
     own = encode.SPLIT_SCALE
-    for scale, expected in ((0.6, 0.6), (None, own)):
+    for scale, expected in ((0.6, own | {2: 0.6}), (None, own)):
         with script.scale_of_two_digits(scale):
             assert expected == encode.SPLIT_SCALE
         assert own == encode.SPLIT_SCALE

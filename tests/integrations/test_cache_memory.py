@@ -34,7 +34,7 @@ def smollm2_shaped(layers: int = 2, **knobs: Any) -> tuple[Any, Artifact]:
     artifact = data_free(describe(model), range(layers), Recipe.named("quarot-int2"))
     # The default recipe's storage with transforms that need no text: memory is all that counts.
     for layer in artifact.layers.values():
-        layer.query = reader_of(layer.key, refined=True)
+        layer.query = reader_of(layer.key, Recipe())
     return model, Artifact(artifact.model, Recipe(), artifact.layers)
 
 

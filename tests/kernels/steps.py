@@ -308,7 +308,7 @@ def make_transforms(
     exponents = [round(math.log2(size)) - 10 for size in sizes]
     return Transforms(
         key=stretch[0] * key,
-        query=reader_of(stretch[0] * key, recipe.refined, recipe.split),
+        query=reader_of(stretch[0] * key, recipe),
         key_mean=normal((heads, dim), rng) * sizes[0],
         value=None if folded else stretch[1] * value,
         value_inverse=None if folded else (value / stretch[1]).mT.contiguous(),

@@ -15,8 +15,9 @@ TINY = Recipe(sink=4, recent=8, parameters="log8")
 RECIPES = {
     "fp16": Recipe(parameters="fp16"),
     "compact": Recipe.named("compact"),
+    "wide": Recipe(key_bits=3),
     "paper": Recipe.named("paper"),
-    "mixed": Recipe(key_bits=3, value_bits=4, group_size=32),
+    "mixed": Recipe(key_bits=3, value_bits=4, group_size=32, refine_keys=False),
     "plain": Recipe(refine_keys=False),
     "metric": Recipe(metric_rounding=True, refine_keys=False),
 }
@@ -112,7 +113,7 @@ def test_decoded_pages_are_close_to_what_was_written(name: str) -> None:
         assert float((decoded - x).mean().abs()) < 0.05
 
 
-@pytest.mark.parametrize("name", ["fp16", "compact"])
+@pytest.mark.parametrize("name", ["fp16", "compact", "wide"])
 def test_refined_keys_are_close_where_they_are_stored(name: str) -> None:
     """Of keys without the last quarter of the channels, less is lost than with one digit each."""
     errors = []

@@ -111,7 +111,9 @@ def _distances(rows: Tensor, base: Tensor, codec: RowCodec) -> Tensor:
     distances = _from_thresholds(rows, s, lo, codec)
     if not codec.refined:
         return distances
-    first, second = _digit_distances(whole[..., :quarter] * REFINED_SCALE, stored, base, codec)
+    first, second = _digit_distances(
+        whole[..., :quarter] * REFINED_SCALE[codec.bits], stored, base, codec
+    )
     return torch.cat([first, distances[..., quarter:], second], -1)
 
 
@@ -126,10 +128,10 @@ def _digit_distances(
     rows: Tensor, stored: Tensor, base: Tensor, codec: RowCodec
 ) -> tuple[Tensor, Tensor]:
     s, lo = parameters.load(stored, codec.parameter_format, codec.levels, base[..., None])
-    rest = (rows - (s * codec._codes(rows, s, lo).float() + lo)) * 4
+    rest = (rows - (s * codec._codes(rows, s, lo).float() + lo)) * codec.levels
     first = _from_thresholds(rows, s, lo, codec)
     # Where the first digit is another one, so is the second.
-    return first, torch.minimum(first, _from_thresholds(rest, s, lo, codec) / 4)
+    return first, torch.minimum(first, _from_thresholds(rest, s, lo, codec) / codec.levels)
 
 
 def _from_thresholds(rows: Tensor, s: Tensor, lo: Tensor, codec: RowCodec) -> Tensor:

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from oscarkv.codec import RowCodec, RowLayout
+from oscarkv.recipe import REFINED_BITS
 
 PATH = Path(__file__).with_name("codec.safetensors")
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -51,7 +52,7 @@ def codecs_of(bits: int, head_dim: int) -> dict[str, RowCodec]:
     refined["log8-symmetric.ls.split"] = RowCodec(
         bits, 2, "log8-symmetric", fit, 0.0, 1.0, refined=True
     )
-    return (refined if bits == 2 else {}) | {
+    return (refined if bits in REFINED_BITS else {}) | {
         "fp16.ls": RowCodec(bits, 1, "fp16", fit, 0.0, 0.75),
         "log8.ls": RowCodec(bits, 1, "log8", fit, 0.0, 1.0),
         "log8-symmetric.ls": RowCodec(bits, 1, "log8-symmetric", fit, 0.0, 0.5),

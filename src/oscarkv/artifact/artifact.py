@@ -13,8 +13,10 @@ from oscarkv.errors import ArtifactError, ModelMismatchError
 from oscarkv.recipe import CODE_BITS, Recipe
 
 #: What is written: artifacts whose layers differ in bits are format 2, those with refined keys
-#: format 3, with split scales 4. Older readers refuse them rather than misread them.
+#: format 3, with split scales 4, with refined keys of 3 bits 5. Older readers refuse them rather
+#: than misread them.
 FORMAT_VERSION, MIXED_FORMAT_VERSION, REFINED_FORMAT_VERSION, SPLIT_FORMAT_VERSION = 1, 2, 3, 4
+WIDE_FORMAT_VERSION = 5
 #: Largest entry of A^-1 A - I that a file may have; fp32 inverses of sane transforms have 1e-5.
 INVERSE_TOLERANCE = 1e-3
 #: Exponents e0 with which every 8-bit scale 2^(e0 + n/16), n < 256, is a normal fp32 number.
@@ -68,7 +70,7 @@ def same_weights(mine: str, theirs: str) -> bool:
     return bool(((a - b).abs() <= 2.0**-7 * torch.maximum(a.abs(), b.abs())).all())
 
 
-def reader_of(key: Tensor, refined: bool, split: bool = False) -> Tensor:
+def reader_of(key: Tensor, recipe: Recipe) -> Tensor:
     """What queries are multiplied with to read keys stored by A [..., d, d]: A^-T.
 
     With refined keys, codes are first digits of the first quarter of the channels, the middle half,
@@ -76,14 +78,14 @@ def reader_of(key: Tensor, refined: bool, split: bool = False) -> Tensor:
     split scales the second quarter is not, and second digits lie in its place.
     """
     inverse = torch.linalg.inv(key).mT
-    if not refined:
+    if not recipe.refined:
         return inverse
-    quarter = key.shape[-1] // 4
-    if split:
+    quarter, levels = key.shape[-1] // 4, 1 << recipe.key_bits
+    if recipe.split:
         first = inverse[..., :quarter]
-        return torch.cat([first, first / 4, inverse[..., 2 * quarter :]], -1)
-    first = inverse[..., :quarter] / REFINED_SCALE
-    return torch.cat([first, inverse[..., quarter : 3 * quarter], first / 4], -1)
+        return torch.cat([first, first / levels, inverse[..., 2 * quarter :]], -1)
+    first = inverse[..., :quarter] / REFINED_SCALE[recipe.key_bits]
+    return torch.cat([first, inverse[..., quarter : 3 * quarter], first / levels], -1)
 
 
 def _from_identity(matrix: Tensor) -> float:
@@ -110,20 +112,22 @@ class LayerTransforms:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def inverse_errors(self, refined: bool, split: bool = False) -> dict[str, float]:
+    def inverse_errors(self, recipe: Recipe) -> dict[str, float]:
         """Largest entry of A^-1 A - I over heads, of keys (where they are stored) and of values."""
         key, query = self.key.double(), self.query.double()
         errors = {"value": _from_identity(self.value_inverse.double() @ self.value.double())}
-        if not refined:
+        if not recipe.refined:
             return errors | {"key": _from_identity(query.mT @ key)}
         quarter = key.shape[-1] // 4
-        if split:
+        if recipe.split:
             first, second, once = query.split([quarter, quarter, 2 * quarter], -1)
             stored, scale = torch.cat([key[..., :quarter], key[..., 2 * quarter :]], -1), 1.0
         else:
             first, once, second = query.split([quarter, 2 * quarter, quarter], -1)
-            stored, scale = key[..., : 3 * quarter], REFINED_SCALE
-        readers = (torch.cat([x * scale, once], -1) for x in (first, 4 * second))
+            stored, scale = key[..., : 3 * quarter], REFINED_SCALE[recipe.key_bits]
+        readers = (
+            torch.cat([x * scale, once], -1) for x in (first, second * (1 << recipe.key_bits))
+        )
         return errors | {"key": max(_from_identity(reader.mT @ stored) for reader in readers)}
 
     @property
@@ -158,6 +162,12 @@ class Artifact:
             return self.recipe
         keys, values = self.layer_bits[layer]
         return self.recipe.replace(key_bits=keys, value_bits=values)
+
+    @property
+    def refines_wide_keys(self) -> bool:
+        """Whether some layer has refined keys of more than 2 bits."""
+        recipes = (self.layer_recipe(index) for index in self.layers)
+        return any(recipe.refined and recipe.key_bits > 2 for recipe in recipes)
 
     @property
     def history_bits(self) -> float:
@@ -215,8 +225,7 @@ class Artifact:
                 raise ArtifactError(f"layer {index}: exponents {low} to {high} are out of range")
             if self.recipe.metric_rounding and layer.metric is None:
                 raise ArtifactError(f"layer {index}: the recipe rounds by a metric, but has none")
-            recipe = self.layer_recipe(index)
-            for side, error in layer.inverse_errors(recipe.refined, recipe.split).items():
+            for side, error in layer.inverse_errors(self.layer_recipe(index)).items():
                 if not error <= INVERSE_TOLERANCE:
                     raise ArtifactError(
                         f"layer {index}: {side} transform and its inverse differ from identity by "

@@ -20,12 +20,13 @@ from oscarkv.artifact.artifact import (
     MIXED_FORMAT_VERSION,
     REFINED_FORMAT_VERSION,
     SPLIT_FORMAT_VERSION,
+    WIDE_FORMAT_VERSION,
     Artifact,
     LayerTransforms,
     ModelIdentity,
 )
 from oscarkv.errors import ArtifactError, OscarError
-from oscarkv.recipe import Recipe
+from oscarkv.recipe import REFINED_BITS, Recipe
 
 #: The one metadata key of an artifact file; its value is a JSON object.
 HEADER_KEY = "oscarkv"
@@ -69,6 +70,8 @@ def save_artifact(artifact: Artifact, path: str | Path) -> None:
 
 
 def _version(artifact: Artifact) -> int:
+    if artifact.refines_wide_keys:
+        return WIDE_FORMAT_VERSION
     if artifact.recipe.split_scales:
         return SPLIT_FORMAT_VERSION
     if artifact.recipe.refine_keys:
@@ -110,10 +113,10 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         raise ArtifactError("a safetensors file, but not an oscarkv artifact (no header)")
     header = json.loads(metadata[HEADER_KEY])
     found = header["format_version"]
-    if found not in range(FORMAT_VERSION, SPLIT_FORMAT_VERSION + 1):
+    if found not in range(FORMAT_VERSION, WIDE_FORMAT_VERSION + 1):
         raise ArtifactError(
             f"artifact format {found}, this oscarkv ({library_version()}) reads formats "
-            f"{FORMAT_VERSION} to {SPLIT_FORMAT_VERSION}; install the version that wrote it "
+            f"{FORMAT_VERSION} to {WIDE_FORMAT_VERSION}; install the version that wrote it "
             f"({header.get('library_version', 'unknown')}) or calibrate anew"
         )
     knobs = {"refine_keys": False} if found < REFINED_FORMAT_VERSION else {}
@@ -133,13 +136,18 @@ def _parse(metadata: dict[str, str], tensors: dict[str, Any]) -> Artifact:
         if missing:
             raise ArtifactError(f"layer {layer}: missing {', '.join(missing)}")
         layers[layer] = LayerTransforms(**parts)
+    recipe = Recipe().replace(**knobs | header["recipe"])
+    bits = {int(i): (int(k), int(v)) for i, (k, v) in header.get("layer_bits", {}).items()}
+    if found < WIDE_FORMAT_VERSION and recipe.refine_keys:
+        key_bits = {recipe.key_bits, *(keys for keys, _ in bits.values())}
+        if key_bits & set(REFINED_BITS) - {2}:
+            raise ArtifactError(
+                f"artifact format {found} has keys of 3 bits as they were before they could be "
+                "refined; calibrate or tune anew"
+            )
+    identity = ModelIdentity(**header["model"])
     return Artifact(
-        ModelIdentity(**header["model"]),
-        Recipe().replace(**knobs | header["recipe"]),
-        layers,
-        header["calibration"],
-        header["library_version"],
-        {int(i): (int(k), int(v)) for i, (k, v) in header.get("layer_bits", {}).items()},
+        identity, recipe, layers, header["calibration"], header["library_version"], bits
     )
 
 

@@ -102,7 +102,7 @@ def _layer(index: int, layer: LayerTransforms, recipe: Recipe) -> LayerSummary:
         top8=_known(shares[:, :8].sum(-1)),
         effective_rank=_known(entropy.exp()),
         condition=float(layer.condition.max()),
-        inverse_error=max(layer.inverse_errors(recipe.refined, recipe.split).values()),
+        inverse_error=max(layer.inverse_errors(recipe).values()),
         logit_error=_known(layer.errors[0]),
         value_error=_known(layer.errors[1]),
         fallback=layer.fallback.nonzero().flatten().tolist(),

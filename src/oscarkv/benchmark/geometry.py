@@ -88,7 +88,7 @@ def random_artifact(name: str, config: dict[str, Any], recipe: Recipe, seed: int
         key, value = rotation(), rotation()
         return LayerTransforms(
             key=key,
-            query=reader_of(key, recipe.refined, recipe.split),
+            query=reader_of(key, recipe),
             key_mean=torch.zeros(heads, dim),
             value=value,
             value_inverse=value.mT.contiguous(),

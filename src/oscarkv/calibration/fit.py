@@ -65,7 +65,7 @@ def assemble(
         metric = metric / metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     return LayerTransforms(
         key=key.float().contiguous(),
-        query=reader_of(key, recipe.refined, recipe.split).float().contiguous(),
+        query=reader_of(key, recipe).float().contiguous(),
         key_mean=key_mean.float(),
         value=value.float().contiguous(),
         value_inverse=torch.linalg.inv(value).float().contiguous(),

@@ -27,11 +27,13 @@ START_FACTORS = (0.85, 1.0, 1.2)
 #: Every start gets one round of the fit, the best of them this many more.
 REFINE_ROUNDS = 3
 GAIN_LIMITS = (0.8, 1.5)
-#: Of rows with two digits: sixteen levels are best spread over less of a channel than four are.
-REFINED_SCALE = 0.75
-#: Scale of two-digit channels that have their own, of their largest number: the last of sixteen
-#: levels, 1.875 s, then lies on it. Cut off or rounded away from there it would cost far more.
-SPLIT_SCALE = 17 / 32
+#: Of rows with two digits, by bits of a digit: their many levels are best spread over less of a
+#: channel than those of one digit are.
+REFINED_SCALE = {2: 0.75, 3: 0.6875}
+#: Scale of two-digit channels that have their own, of their largest number, by bits of a digit: the
+#: last level (of 2 bits: 1.875 s) then lies on it. Cut off or rounded away from there it would cost
+#: far more.
+SPLIT_SCALE = {2: 17 / 32, 3: 65 / 256}
 _UNIT = 2.0**-10
 _TINY = torch.finfo(torch.float32).tiny
 _SMALLEST_RANGE = 2.0**-100  # far below anything stored, far above where fp32 loses precision
@@ -91,14 +93,15 @@ class RowCodec:
         if metric is not None:
             codes = metric_round(rows, codes, s, lo, metric, self.levels)
         if self.refined:
-            digits = self._two_digits(whole[..., :quarter] * REFINED_SCALE, stored, base)
+            scale = REFINED_SCALE[self.bits]
+            digits = self._two_digits(whole[..., :quarter] * scale, stored, base)
             codes = torch.cat([digits[0], codes[..., quarter:], digits[1]], -1)
         return codes, stored
 
     def _encode_split(self, rows: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         plain, quarter = replace(self, groups=1, refined=False), rows.shape[-1] // 4
         twice, once = rows[..., :quarter], rows[..., 2 * quarter :]  # between them: not stored
-        s = (twice.abs().amax(-1) * SPLIT_SCALE).unsqueeze(-1)
+        s = (twice.abs().amax(-1) * SPLIT_SCALE[self.bits]).unsqueeze(-1)
         base_of = base.unsqueeze(-1)
         wide, _, _ = parameters.store(s, s, self.parameter_format, self.levels, base_of)
         codes, narrow = plain.encode(once, base)
@@ -106,10 +109,10 @@ class RowCodec:
         return torch.cat([*digits, codes], -1), torch.cat([wide, narrow], -1)
 
     def _two_digits(self, rows: Tensor, stored: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes on the grid of a reader, and those of four times what they leave."""
+        """Codes on the grid of a reader, and those of L times what they leave."""
         s, lo = parameters.load(stored, self.parameter_format, self.levels, base.unsqueeze(-1))
         first = self._codes(rows, s, lo)
-        return first, self._codes((rows - (s * first.float() + lo)) * 4, s, lo)
+        return first, self._codes((rows - (s * first.float() + lo)) * self.levels, s, lo)
 
     def encode_with(
         self, values: RowCodec, key_rows: Tensor, value_rows: Tensor, base: Tensor

@@ -12,8 +12,10 @@ import triton.language as tl
 from oscarkv.codec import encode
 from oscarkv.kernels.triton.parameters import SYMMETRIC, round_to_even, store_grid
 
-REFINED_SCALE = tl.constexpr(encode.REFINED_SCALE)
-SPLIT_SCALE = tl.constexpr(encode.SPLIT_SCALE)
+REFINED_SCALE_2 = tl.constexpr(encode.REFINED_SCALE[2])
+REFINED_SCALE_3 = tl.constexpr(encode.REFINED_SCALE[3])
+SPLIT_SCALE_2 = tl.constexpr(encode.SPLIT_SCALE[2])
+SPLIT_SCALE_3 = tl.constexpr(encode.SPLIT_SCALE[3])
 #: From a code's bits in a packed word to those of its second digit: three quarters of a row on,
 #: or, with split scales, one.
 SECOND_DIGIT = tl.constexpr(12)
@@ -150,7 +152,7 @@ def fit_least_squares(
         twice = tl.arange(0, x.shape[0]) % 2 == 0
         digits = tl.arange(0, x.shape[1])[None, :] < N // 2
         largest = tl.max(tl.where(digits, tl.abs(x), 0.0), 1)
-        s = tl.where(twice, largest * SPLIT_SCALE, s)
+        s = tl.where(twice, largest * (SPLIT_SCALE_2 if BITS == 2 else SPLIT_SCALE_3), s)
         gain = tl.where(twice, 1.0, gain)
     if SYM:
         lo = s * (-(LEVELS - 1) / 2)
@@ -162,7 +164,8 @@ def fit_least_squares(
     codes = count_thresholds(x, tl.div_rn(s, gain), tl.div_rn(lo - mu, gain) + mu, LEVELS, SYM)
     if REFINED:
         column = tl.arange(0, x.shape[1])[None, :]
-        both = _two_digits(x * REFINED_SCALE, s, lo, LEVELS, SYM, SECOND_DIGIT)
+        scaled = x * (REFINED_SCALE_2 if BITS == 2 else REFINED_SCALE_3)
+        both = _two_digits(scaled, s, lo, LEVELS, SYM, SECOND_DIGIT)
         codes = tl.where(column < N // 3, both, tl.where(exists[None, :], codes, 0))
     if SPLIT:
         both = _two_digits(x, s, lo, LEVELS, SYM, SPLIT_SECOND_DIGIT)
@@ -172,9 +175,9 @@ def fit_least_squares(
 
 @triton.jit
 def _two_digits(x, s, lo, LEVELS: tl.constexpr, SYM: tl.constexpr, SECOND: tl.constexpr):
-    """Codes on the grid of a reader; at bit SECOND, those of four times what they leave."""
+    """Codes on the grid of a reader; at bit SECOND, those of L times what they leave."""
     first = count_thresholds(x, s, lo, LEVELS, SYM)
-    rest = (x - (s[:, None] * first.to(tl.float32) + lo[:, None])) * 4.0
+    rest = (x - (s[:, None] * first.to(tl.float32) + lo[:, None])) * LEVELS
     return first + (count_thresholds(rest, s, lo, LEVELS, SYM) << SECOND)
 
 

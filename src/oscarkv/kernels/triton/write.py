@@ -19,7 +19,13 @@ from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.rows import bases, encode_tokens
 from oscarkv.kernels.triton import constants
-from oscarkv.kernels.triton.fit import clip_threshold, fit_least_squares, fit_minmax
+from oscarkv.kernels.triton.fit import (
+    SECOND_DIGIT,
+    SPLIT_SECOND_DIGIT,
+    clip_threshold,
+    fit_least_squares,
+    fit_minmax,
+)
 from oscarkv.kernels.triton.parameters import BYTES, FORMATS
 from oscarkv.kernels.triton.portable import dot
 
@@ -34,21 +40,22 @@ WRITE_STEP = 16
 @triton.jit
 def _pack_plane(
     codes, words, exists, BITS: tl.constexpr, SHIFT: tl.constexpr, DIM: tl.constexpr,
-    GROUPS: tl.constexpr, REFINED: tl.constexpr,
+    GROUPS: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """Store the b bits of the codes from bit SHIFT on as one plane of words, from `words` on.
 
     Codes come as [tokens, (group, channel) padded]. Their fields must lie as [tokens, field, word].
-    A second digit lies in the same word as the first one, so that both are shifted together.
+    A second digit, from bit SECOND on if there is any, lies in the same word as the first one, so
+    that both are shifted together.
     """
     TOKENS: tl.constexpr = codes.shape[0]
     COLUMNS: tl.constexpr = codes.shape[1]
     W: tl.constexpr = (DIM * BITS + 31) // 32
     WP: tl.constexpr = triton.next_power_of_2(W)
     FIELDS: tl.constexpr = 32 // BITS
-    fields = codes
-    if not REFINED:
-        fields = (codes >> SHIFT) & (2**BITS - 1)
+    MASK: tl.constexpr = 2**BITS - 1
+    BOTH: tl.constexpr = MASK * (2**SECOND + 1) if SECOND else MASK
+    fields = (codes >> SHIFT) & BOTH
     if W != WP or FIELDS * W != COLUMNS or COLUMNS != DIM:
         SIZE: tl.constexpr = DIM // GROUPS
         SIZE_P: tl.constexpr = triton.next_power_of_2(SIZE)
@@ -143,11 +150,12 @@ def _write_side(
     codes = tl.reshape(codes, (TOKENS, COLUMNS))
     at = history + slot // PAGE * PAGE_STRIDE + CODES_AT + slot % PAGE * ROW_BYTES
     words = at.to(tl.pointer_type(tl.int32))
+    SECOND: tl.constexpr = (SPLIT_SECOND_DIGIT if SPLIT else SECOND_DIGIT) if REFINED else 0
     if BITS == 3:
-        _pack_plane(codes, words, kept, 2, 0, DIM, GROUPS, False)
-        _pack_plane(codes, words + (DIM * 2 + 31) // 32, kept, 1, 2, DIM, GROUPS, False)
+        _pack_plane(codes, words, kept, 2, 0, DIM, GROUPS, SECOND)
+        _pack_plane(codes, words + (DIM * 2 + 31) // 32, kept, 1, 2, DIM, GROUPS, SECOND)
     else:
-        _pack_plane(codes, words, kept, BITS, 0, DIM, GROUPS, REFINED)
+        _pack_plane(codes, words, kept, BITS, 0, DIM, GROUPS, SECOND)
 
 
 @triton.jit(
@@ -212,7 +220,7 @@ def write(
     count = k.shape[0]
     if not count:
         return
-    if layer.transforms.metric is not None:
+    if layer.transforms.metric is not None or _digits_apart(layer.key_codec, layer.layout.head_dim):
         _write_by_oracle(k, v, history_slots, window_slots, layer)
         return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -245,10 +253,17 @@ def write(
     )  # fmt: skip
 
 
+def _digits_apart(codec: RowCodec, dim: int) -> bool:
+    """Whether the two digits of a channel lie in different words: the third bit of 3-bit codes is
+    packed 32 channels a word, and a quarter of some heads (80) is no whole number of those."""
+    return codec.refined and codec.bits == 3 and dim % 32 != 0
+
+
 def _write_by_oracle(
     k: Tensor, v: Tensor, history_slots: Tensor, window_slots: Tensor, layer: LayerCache
 ) -> None:
-    """Metric rounding is coordinate descent: torch does it, and only its results are scattered.
+    """Torch encodes, and only its results are scattered: metric rounding, which is coordinate
+    descent, and refined keys whose digits lie apart.
 
     Rows with slot -1 write back what a slot of page 0 holds: that page is never read.
     """
