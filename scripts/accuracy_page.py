@@ -168,7 +168,7 @@ def axes_of(size: tuple[float, float]) -> tuple[plt.Figure, plt.Axes]:
 
 
 def colour(name: str) -> str:
-    if name.startswith(("balanced", "compact", "precise")):
+    if name.startswith(("balanced", "compact", "precise", "retrieval")):
         return OURS
     return PUBLISHED if name.startswith("paper") else OTHERS
 
@@ -198,7 +198,7 @@ def draw_positions(record: dict[str, Any], path: Path) -> None:
     found = record[max(lengths, key=lambda k: record[k]["length"])] if lengths else None
     found = found or record["methods"]
     figure, axes = axes_of((9, 4))
-    styles = {"balanced": "-", "compact": "--", "precise": "-."}
+    styles = {"balanced": "-", "compact": "--", "precise": "-.", "retrieval": ":"}
     for name, score in found["recipes"].items():
         if score["bits_128k"] > 8 or score["top1"] < COLLAPSED:
             continue

@@ -21,6 +21,7 @@ PACKED = (
     "balanced",
     "compact",
     "precise",
+    "retrieval",
     "paper",
     "paper-softmax",
     "paper-per-head",
@@ -144,7 +145,14 @@ class Plan:
     split: tuple[int, int] = (4096, 2)
     heads: tuple[int, int] | None = None
     lengths: tuple[tuple[int, int], ...] = ((8192, 4), (16384, 4), (32768, 2))
-    long_recipes: tuple[str, ...] = ("balanced", "compact", "precise", "paper", "kivi-2bit")
+    long_recipes: tuple[str, ...] = (
+        "balanced",
+        "compact",
+        "precise",
+        "retrieval",
+        "paper",
+        "kivi-2bit",
+    )
     calibrations: tuple[Calibration, ...] = (
         Calibration("wiki-calibration"),
         Calibration("prose"),

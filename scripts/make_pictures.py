@@ -53,7 +53,10 @@ def fidelity() -> None:
         recipes, title = found["recipes"], f"{title}, {found['length']:,} tokens"
         names = sorted(recipes, key=lambda name: -recipes[name]["kl"])
         values = [recipes[name]["kl"] for name in names]
-        colors = [OURS if name in ("balanced", "compact", "precise") else OTHERS for name in names]
+        colors = [
+            OURS if name in ("balanced", "compact", "precise", "retrieval") else OTHERS
+            for name in names
+        ]
         axes.barh(range(len(names)), values, color=colors)
         axes.set_yticks(range(len(names)), names)
         for row, value in enumerate(values):

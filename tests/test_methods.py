@@ -53,7 +53,7 @@ def test_the_paper_presets_are_the_published_ones() -> None:
 
 
 def test_the_presets_are_these() -> None:
-    ours = {"balanced", "compact", "precise"}
+    ours = {"balanced", "compact", "precise", "retrieval"}
     published = {"paper", "paper-softmax", "paper-per-head"}
     assert set(presets()) >= ours | published | {"naive-int2", "quarot-int2", "bf16"}
     assert presets()["balanced"] == Recipe()

@@ -109,7 +109,7 @@ def test_what_refined_keys_contradict_is_taken_without_them(knobs: dict) -> None
 
 
 def test_ours_refine_keys_of_2_and_3_bits_and_no_others_do() -> None:
-    ours = {"balanced", "compact", "precise"}
+    ours = {"balanced", "compact", "precise", "retrieval"}
     assert {name for name, recipe in presets().items() if recipe.refined} == ours
     assert [Recipe(key_bits=bits).refined for bits in CODE_BITS] == [True, True, False]
     even = Recipe(refine_keys=False)

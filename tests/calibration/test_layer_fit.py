@@ -216,7 +216,7 @@ def test_with_split_scales_the_channels_read_least_come_second() -> None:
     assert split.inverse_errors(Recipe.named("compact"))["key"] > 0.1
 
 
-@pytest.mark.parametrize("name", ["balanced", "compact", "precise"])
+@pytest.mark.parametrize("name", ["balanced", "compact", "precise", "retrieval"])
 def test_refined_keys_lose_less_where_some_directions_carry_most(name: str) -> None:
     recipe = Recipe.named(name, **SIZES)
     even = recipe.unrefined

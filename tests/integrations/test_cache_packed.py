@@ -48,6 +48,7 @@ RECIPES = {
     "balanced": {},
     "compact": {},
     "precise": {},
+    "retrieval": {},
     "paper": {},
     "paper-softmax": {"group_size": 16},
     "naive-int2": {},

@@ -72,7 +72,7 @@ def test_bits_formats_and_groups(bits: tuple[int, int], parameters: str, group_s
     assert one.check([5], "prefill") < 1e-9
 
 
-@pytest.mark.parametrize("name", ["paper", "paper-softmax", "naive-int2", "precise"])
+@pytest.mark.parametrize("name", ["paper", "paper-softmax", "naive-int2", "precise", "retrieval"])
 def test_other_recipes(name: str) -> None:
     one = rig(Recipe.named(name, sink=4, recent=8), head_dim=128)
     assert one.check([30], "prefill") < 1e-9

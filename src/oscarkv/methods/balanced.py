@@ -3,8 +3,8 @@ halfway: A = G^1/2 U H with G = C^-1 # M, the geometric mean of the inverse key 
 query metric. Among all linear transforms it minimises stored energy times read-out noise gain.
 
 In that basis a few channels carry most of what is read. Bits go where they count (`refine_keys`):
-the first quarter of the channels gets two 2-bit digits, the last quarter none. A second digit is a
-code like any other, read with a quarter of the first one's weight: readers notice nothing.
+the first quarter of the channels gets two digits, the last quarter none. A second digit of 2 bits
+is a code like any other, read with a quarter of the first one's weight: readers notice nothing.
 
 With `split_scales`, channels of two digits have a scale of their own in every token: where one kind
 is large and the other small, neither has to do with the other's. Kinds are then groups, as in any
@@ -22,10 +22,13 @@ from oscarkv.methods import transform
 from oscarkv.methods.common import Side
 from oscarkv.recipe import Recipe
 
+PRECISE = Recipe(name="precise", parameters="log8-symmetric", split_scales=True, key_gain=1.0)
 PRESETS = (
     Recipe(),
     Recipe(name="compact", parameters="log8-symmetric"),
-    Recipe(name="precise", parameters="log8-symmetric", split_scales=True, key_gain=1.0),
+    PRECISE,
+    # What is looked up far back is lost by its keys first: a third bit leaves a fifth of that.
+    PRECISE.replace(name="retrieval", key_bits=3),
 )
 
 

@@ -71,11 +71,12 @@ def test_small_windows_give_the_tokens_of_oscarcache(tiny_model, asked, strict, 
         assert [started.generate([prompt])[0] for prompt in asked] == strict
 
 
-def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict):
-    precise = TinyModel(tmp_path, recipe="precise")
-    expected = precise.oracle(asked)
+@pytest.mark.parametrize("recipe", ["precise", "retrieval"])
+def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict, recipe):
+    model = TinyModel(tmp_path, recipe=recipe)
+    expected = model.oracle(asked)
     assert expected != strict
-    with engine(precise, STRICT) as started:
+    with engine(model, STRICT) as started:
         assert started.generate(asked) == expected
 
 

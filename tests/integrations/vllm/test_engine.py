@@ -82,13 +82,14 @@ def test_small_windows_give_the_tokens_of_oscarcache(tiny_model, asked, strict, 
         assert engine.used_blocks == 0
 
 
-def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict):
+@pytest.mark.parametrize("recipe", ["precise", "retrieval"])
+def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict, recipe):
     from engines import TinyModel
 
-    precise = TinyModel(tmp_path, recipe="precise")
-    expected = precise.oracle(asked)
+    model = TinyModel(tmp_path, recipe=recipe)
+    expected = model.oracle(asked)
     assert expected != strict
-    with precise.engine(STRICT, max_num_batched_tokens=100) as engine:
+    with model.engine(STRICT, max_num_batched_tokens=100) as engine:
         assert engine.generate(asked) == expected
 
 

@@ -18,6 +18,7 @@ COLOURS = {
     "balanced": "#3b82f6",
     "compact": "#06b6d4",
     "precise": "#6366f1",
+    "retrieval": "#0d9488",
     "paper": "#f59e0b",
     "quarot-int2": "#10b981",
     "naive-int2": "#ef4444",
