@@ -30,6 +30,7 @@ import torch
 from accuracy_plan import (
     BALANCED,
     COMPACT,
+    FP8_WINDOWS,
     MIXTURES,
     PLANS,
     WINDOWS,
@@ -51,6 +52,7 @@ from oscarkv.evaluation.sensitivity import measure_sensitivity
 from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
 from oscarkv.evaluation.tune import tune
 from oscarkv.integrations.transformers import passes
+from oscarkv.integrations.transformers.simulate import Windows
 from oscarkv.integrations.transformers.text import text_sha256
 from oscarkv.methods import named, needs, presets, simulations
 from oscarkv.methods.simulation import Simulation
@@ -270,6 +272,12 @@ class Lab:
             recipe = artifact.recipe.replace(sink=sink, recent=recent)
             changed = dataclasses.replace(artifact, recipe=recipe)
             subjects[f"sink {sink}, recent {recent}"] = self.subject(changed)
+        whole = simulate_artifact(artifact, self.model.device)
+        for sink, recent in FP8_WINDOWS:
+            windows = Windows(sink, recent, bits=8)
+            subjects[f"FP8, sink {sink}, recent {recent}"] = dataclasses.replace(
+                whole, windows=windows
+            )
         self.measure("windows", subjects, self.plan.parts)
 
     def positions(self) -> None:

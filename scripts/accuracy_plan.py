@@ -100,6 +100,8 @@ def parts_of_balanced() -> dict[str, Recipe]:
 
 #: Sink and recent, with the transforms of `balanced`.
 WINDOWS = ((64, 64), (64, 128), (64, 512), (0, 256), (4, 256), (16, 256), (128, 256))
+#: In FP8, as many tokens and as many bytes as 64 and 256 in BF16.
+FP8_WINDOWS = ((64, 256), (128, 512))
 
 
 def evenly(length: int, target: int) -> Tensor:

@@ -60,6 +60,18 @@ def test_attention_follows_the_window_rule(
             torch.testing.assert_close(out[head, t], p @ values, atol=1e-5, rtol=1e-5)
 
 
+def test_windows_in_fp8_are_read_so_and_the_history_is_rounded_from_what_came() -> None:
+    rng = generator(0)
+    q, k, v = torch.randn(3, 1, 40, 8, generator=rng)
+    short, coarse = Windows(4, 8, bits=8), [x.to(torch.float8_e4m3fn).float() for x in (k, v)]
+    out = rounded_attention(q, k, v, Shrink(), short, 0.5)
+    keys, values = (x[0].clone() for x in coarse)
+    keys[4:32], values[4:32] = k[0, 4:32] / 2, -v[0, 4:32]
+    expected = torch.softmax(0.5 * keys @ q[0, 39], 0) @ values
+    torch.testing.assert_close(out[0, 39], expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(out, rounded_attention(q, k, v, Shrink(), Windows(4, 8), 0.5))
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "phi", "llama-yarn", "llama-96"])
 def test_rounding_an_artifact_gives_what_packing_it_gives(name: str) -> None:
     model = tiny.model(name)

@@ -21,7 +21,7 @@ from oscarkv.errors import OscarError
 from oscarkv.integrations.transformers.cache import OscarCache
 from oscarkv.integrations.transformers.simulate import SimulatedCache, Windows
 from oscarkv.methods.simulation import Quantizer, Simulation
-from oscarkv.recipe import EXACT_BITS, Recipe
+from oscarkv.recipe import Recipe
 
 SIDES = ("keys", "values")
 
@@ -85,7 +85,7 @@ class Simulated:
         windows = self.windows
         exact = windows.sink + windows.recent + (windows.token_group - 1) / 2
         share = min(exact, length) / length
-        return self.history_bits * (1 - share) + EXACT_BITS * share
+        return self.history_bits * (1 - share) + windows.bits * share
 
     def bits_held(self, cache: Any, length: int) -> float:
         return self.bits(length)  # nothing is packed: the formula at this length

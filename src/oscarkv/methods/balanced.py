@@ -22,13 +22,13 @@ from oscarkv.methods import transform
 from oscarkv.methods.common import Side
 from oscarkv.recipe import Recipe
 
-PRECISE = Recipe(name="precise", parameters="log8-symmetric", split_scales=True, key_gain=1.0)
+COMPACT = Recipe(name="compact", parameters="log8-symmetric")
 PRESETS = (
     Recipe(),
-    Recipe(name="compact", parameters="log8-symmetric"),
-    PRECISE,
+    COMPACT,
+    COMPACT.replace(name="precise", split_scales=True, key_gain=1.0),
     # What is looked up far back is lost by its keys first: a third bit leaves a fifth of that.
-    PRECISE.replace(name="retrieval", key_bits=3),
+    COMPACT.replace(name="retrieval", key_bits=3),
 )
 
 

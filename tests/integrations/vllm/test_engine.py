@@ -83,7 +83,7 @@ def test_small_windows_give_the_tokens_of_oscarcache(tiny_model, asked, strict, 
 
 
 @pytest.mark.parametrize("recipe", ["precise", "retrieval"])
-def test_keys_with_two_scales_give_the_tokens_of_oscarcache(tmp_path, asked, strict, recipe):
+def test_other_recipes_give_the_tokens_of_oscarcache(tmp_path, asked, strict, recipe):
     from engines import TinyModel
 
     model = TinyModel(tmp_path, recipe=recipe)

@@ -29,6 +29,7 @@ from oscarkv.integrations.transformers.attention import (
 )
 from oscarkv.integrations.transformers.geometry import describe, rope_at
 from oscarkv.methods.simulation import LayerSamples, Quantizer, Simulation
+from oscarkv.recipe import EXACT_BITS
 
 #: Queries of one sequence that are handled at a time.
 QUERY_BLOCK = 512
@@ -39,6 +40,11 @@ class Windows:
     sink: int
     recent: int
     token_group: int = 1
+    bits: int = EXACT_BITS  # of what the windows hold; 8: FP8 (e4m3)
+
+    def held(self, rows: Tensor) -> Tensor:
+        """Keys or values as the windows hold them."""
+        return rows if self.bits == EXACT_BITS else rows.to(torch.float8_e4m3fn).to(rows.dtype)
 
     def frontier(self, query: Tensor) -> Tensor:
         """f(t): the first key after the sink that is exact for the query at t."""
@@ -111,6 +117,7 @@ def rounded_attention(
     if int(windows.frontier(torch.tensor(length - 1))) > sink and length > sink:
         old_k = torch.cat([k[:, :sink], quantizer.keys(k[:, sink:])], 1)
         old_v = torch.cat([v[:, :sink], quantizer.values(v[:, sink:])], 1)
+    k, v = windows.held(k), windows.held(v)
     grouped = q.unflatten(0, (heads, -1))  # [H, readers, T, d]
     readers = grouped.shape[1]
     out = torch.empty_like(grouped)
