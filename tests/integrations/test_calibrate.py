@@ -310,15 +310,17 @@ def test_general_text_is_left_out_where_windows_are_longer(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("errors", "warned"), [([7.0, 0.5, 0.6], False), ([1.1, 1.2, 0.1], True)], ids=["one", "most"]
+    ("errors", "bits", "warned"),
+    [([7.0, 0.5, 0.6], 2, False), ([1.1, 1.2, 0.1], 2, True), ([1.1, 1.2, 0.1], 3, False)],
+    ids=["one", "most", "most of 3 bits"],
 )
 def test_refined_keys_that_lose_in_most_heads_are_warned_of(
-    errors: list[float], warned: bool, caplog: pytest.LogCaptureFixture
+    errors: list[float], bits: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer: Any = SimpleNamespace(errors=torch.tensor([errors, [0.0] * 3]))
     check: Any = SimpleNamespace(unrefined_errors=torch.ones(3))
     with caplog.at_level(logging.INFO):
-        passes._report_refining(BALANCED, {0: layer}, {0: check})
+        passes._report_refining(BALANCED.replace(key_bits=bits), {0: layer}, {0: check})
     (said,) = caplog.records
     assert (said.levelno == logging.WARNING) == warned
     assert ("refine_keys=false" in said.getMessage()) == warned

@@ -27,7 +27,7 @@ PRESETS = (
     Recipe(),
     COMPACT,
     COMPACT.replace(name="precise", split_scales=True, key_gain=1.0),
-    # What is looked up far back is lost by its keys first: a third bit leaves a fifth of that.
+    # What is looked up far back is lost by its keys first: a third bit leaves a quarter of that.
     COMPACT.replace(name="retrieval", key_bits=3),
 )
 
