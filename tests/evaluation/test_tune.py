@@ -1,6 +1,8 @@
 """Bits go where they help, the budget holds, and the mixed artifact is what it says."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from oscarkv.artifact import Artifact
 from oscarkv.artifact.summary import summarise
 from oscarkv.errors import ArtifactError, OscarError
 from oscarkv.evaluation import fidelity
-from oscarkv.evaluation.fidelity import measure_fidelity
+from oscarkv.evaluation.fidelity import evaluation_windows, measure_fidelity, measure_windows
 from oscarkv.evaluation.subjects import simulate_artifact
-from oscarkv.evaluation.tune import allocate, assemble, budget_steps, tune
+from oscarkv.evaluation.tune import KINDS, allocate, assemble, budget_steps, tune
+from oscarkv.integrations.transformers.text import echo
 from oscarkv.integrations.vllm.settings import Settings
 
 LENGTH = 96
@@ -44,29 +47,52 @@ def test_the_next_bit_goes_where_it_takes_away_most() -> None:
         (0, "keys"): {2: 16.0, 3: 4.0, 4: 1.0},
         (0, "values"): {2: 1.0, 3: 0.25, 4: 0.06},
         (1, "keys"): {2: 4.5, 3: 1.1, 4: 0.3},
+        (1, "values"): {2: 0.1, 3: 0.2, 4: 0.1},  # noise: more bits never make it worse
     }
     expected = [
-        {(0, "keys"): 2, (0, "values"): 2, (1, "keys"): 2},
-        {(0, "keys"): 3, (0, "values"): 2, (1, "keys"): 2},
-        {(0, "keys"): 3, (0, "values"): 2, (1, "keys"): 3},
-        {(0, "keys"): 4, (0, "values"): 2, (1, "keys"): 3},
+        {(0, "keys"): 2, (0, "values"): 2, (1, "keys"): 2, (1, "values"): 2},
+        {(0, "keys"): 3, (0, "values"): 2, (1, "keys"): 2, (1, "values"): 2},
+        {(0, "keys"): 3, (0, "values"): 2, (1, "keys"): 3, (1, "values"): 2},
+        {(0, "keys"): 4, (0, "values"): 2, (1, "keys"): 3, (1, "values"): 2},
     ]
     for steps, bits in enumerate(expected):
-        assert allocate(costs, steps) == bits  # type: ignore[arg-type]
-    assert set(allocate(costs, 100).values()) == {4}  # type: ignore[arg-type]
-    flat = {(0, "keys"): {2: 1.0, 3: 1.0}}
-    assert allocate(flat, 5) == {(0, "keys"): 2}  # type: ignore[arg-type]
+        chosen, asked = given_out(costs, steps)
+        assert chosen == bits
+        # What could not win is not measured: the values' whole cost is less than any gain here.
+        assert not any(side == "values" for (_, side), _ in asked)
+        assert len(asked) == len(set(asked))
+    assert set(given_out(costs, 100)[0].values()) == {4, 2}
+    assert given_out(costs, 100)[0][1, "values"] == 2
+    flat = {(0, "keys"): {2: 1.0, 3: 1.0, 4: 1.0}}
+    assert given_out(flat, 5)[0] == {(0, "keys"): 2}
+    assert allocate({(0, "keys"): 1.0}, [2], 5, pytest.fail) == {(0, "keys"): 2}
+
+
+def given_out(
+    costs: Mapping[Any, Mapping[int, float]], steps: int
+) -> tuple[dict[Any, int], list[tuple[Any, int]]]:
+    asked = []
+
+    def cost(part: Any, bits: int) -> float:
+        asked.append((part, bits))
+        return costs[part][bits]
+
+    lowest = {part: by_bits[2] for part, by_bits in costs.items()}
+    return allocate(lowest, [2, 3, 4], steps, cost), asked
+
+
+def test_a_great_gain_behind_a_small_one_is_not_missed_for_long() -> None:
+    costs = {(0, "keys"): {2: 8.0, 3: 7.0, 4: 0.5}, (1, "keys"): {2: 4.0, 3: 1.0, 4: 0.5}}
+    assert given_out(costs, 3)[0] == {(0, "keys"): 4, (1, "keys"): 3}
 
 
 def test_the_budget_holds(artifacts: dict[int, Artifact]) -> None:
     base = artifacts[2]
+    by_bits = {2: 4.0, 3: 1.0, 4: 0.2}
+    costs = {(i, side): by_bits for i in (0, 1) for side in ("keys", "values")}
     for extra in (0.0, 0.24, 0.26, 0.5, 1.0):
         steps = budget_steps(base, base.bits() + extra)
-        chosen = allocate(
-            {(i, s): {2: 4.0, 3: 1.0, 4: 0.2} for i in (0, 1) for s in ("keys", "values")},
-            steps,
-        )
-        mixed = assemble(artifacts, chosen)
+        mixed = assemble(artifacts, given_out(costs, steps)[0])
         assert mixed.bits() <= base.bits() + extra + 1e-9
         assert mixed.bits() > base.bits() + extra - 0.25  # the next one would not fit
 
@@ -119,12 +145,20 @@ def test_more_bits_are_better_and_predicted(tmp_path: Path) -> None:
     assert len(list(keep.glob("*.safetensors"))) == 3
     assert sum(k + v - 4 for k, v in found.artifact.layer_bits.values()) == 2
     assert found.artifact.bits() <= base_bits + 0.51
-    assert found.predicted_kl < found.base_kl
-    result = measure_fidelity(
-        model, tiny.tokenizer(), texts, {"tuned": found.artifact}, length=LENGTH, windows=3
+    windows = evaluation_windows(model, tiny.tokenizer(), texts, LENGTH, 3)
+    kinds = {"running": windows, "looked up": [echo(x, tiny.tokenizer()) for x in windows]}
+    assert tuple(kinds) == KINDS
+    for kind, sequences in kinds.items():
+        result = measure_windows(model, sequences, "", {"tuned": found.artifact})
+        kl = result.recipes["tuned"].kl
+        assert kl < found.base_kl[kind]
+        assert kl == pytest.approx(found.predicted_kl[kind], rel=0.5)
+    # An interrupted run goes on: nothing is measured twice, and the same comes out.
+    again = tune(
+        model, tiny.tokenizer(), texts, base_bits + 0.51, recipe=recipe, keep=keep, **knobs
     )
-    assert result.recipes["tuned"].kl < found.base_kl
-    assert result.recipes["tuned"].kl == pytest.approx(found.predicted_kl, rel=0.5)
+    assert again.artifact.layer_bits == found.artifact.layer_bits
+    assert again.alone == found.alone
 
 
 def test_refusals(artifacts: dict[int, Artifact], tmp_path: Path) -> None:

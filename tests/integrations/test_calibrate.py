@@ -18,6 +18,7 @@ from oscarkv.integrations.transformers import passes
 from oscarkv.integrations.transformers.calibrate import calibrate, calibrate_many
 from oscarkv.integrations.transformers.text import (
     cut_sequences,
+    echo,
     echoes,
     general_sequences,
     text_sha256,
@@ -295,6 +296,18 @@ def test_general_text_is_bounded_and_echoes_repeat() -> None:
     for sequence in echoes(texts, tokenizer, 101):
         assert sequence.shape == (1, 100)
         assert torch.equal(sequence[:, :50], sequence[:, 50:])
+    odd = torch.arange(10, 21)[None]
+    assert echo(odd, tokenizer).tolist() == [[10, 11, 12, 13, 14] * 2]
+    assert echo(odd, BeginningTokenizer()).tolist() == [[10, *[11, 12, 13, 14, 15] * 2]]
+
+
+class BeginningTokenizer:
+    """One that puts a token before every text."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, *map(ord, text)]}
 
 
 def test_general_text_is_left_out_where_windows_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:

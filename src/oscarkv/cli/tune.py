@@ -52,8 +52,9 @@ def tune(
 ) -> None:
     """Choose how many bits every layer's keys and values get, within a budget.
 
-    Rounds keys and values of each layer by themselves, measures what that costs, and gives more
-    bits where they help most. The artifact works with Transformers; vLLM wants one size for all.
+    Rounds keys and values of each layer by themselves, measures what that costs on the text as it
+    runs and where it looks up what came before, and gives more bits where they help most. The
+    artifact works with Transformers; vLLM and SGLang want one size for all.
 
     Example: oscarkv tune smollm2 --bits 2.3 --text train.txt -o tuned.safetensors
     """
@@ -87,11 +88,19 @@ def tune(
     save_artifact(found.artifact, output)
     results.print(_table(found))
     results.print(
-        f"{output}: {found.artifact.bits():.3f} bits at 128K. KL on this text: "
-        f"{found.base_kl:.4f} with 2 bits everywhere, {found.predicted_kl:.4f} predicted; "
+        f"{output}: {found.artifact.bits():.3f} bits at 128K. KL on this text: {_change(found)}; "
         f"measure it on other text: oscarkv eval fidelity {model} --artifact {output} --text FILE",
         highlight=False,
         soft_wrap=True,
+    )
+
+
+def _change(found: Tuned) -> str:
+    from oscarkv.evaluation.tune import KINDS
+
+    return ", ".join(
+        f"{found.base_kl[kind]:.4f} -> {found.predicted_kl[kind]:.4f} predicted ({kind})"
+        for kind in KINDS
     )
 
 
@@ -99,14 +108,17 @@ def _table(found: Tuned) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from oscarkv.evaluation.tune import KINDS
+
     table = Table(
         box=SIMPLE_HEAD,
         title=f"{found.artifact.model.name}, {found.artifact.recipe.name}: layers with more bits",
-        caption="KL of the layer alone, with 2 bits",
+        caption="KL of the layer's keys / values alone, with the fewest bits",
     )
-    for heading in ("layer", "key bits", "value bits", "KL, keys", "KL, values"):
+    for heading in ("layer", "key bits", "value bits", *(f"KL, {kind}" for kind in KINDS)):
         table.add_column(heading, justify="right")
     for layer, (keys, values) in sorted(found.artifact.layer_bits.items()):
-        alone = (found.sensitivity.of(sides=side, layer=layer) for side in ("keys", "values"))
-        table.add_row(str(layer), str(keys), str(values), *(f"{kl:.5f}" for kl in alone))
+        alone = (found.alone[layer, "keys"], found.alone[layer, "values"])
+        costs = (" / ".join(f"{cost[kind]:.5f}" for cost in alone) for kind in KINDS)
+        table.add_row(str(layer), str(keys), str(values), *costs)
     return table

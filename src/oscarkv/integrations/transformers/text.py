@@ -101,6 +101,13 @@ def echoes(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
     return [torch.tensor([prefix + ids + ids]) for ids in beginnings]
 
 
+def echo(sequence: Tensor, tokenizer: Any) -> Tensor:
+    """The first half of a sequence [1, T], twice."""
+    start = len(bos_prefix(tokenizer))
+    half = sequence[:, start : start + (sequence.shape[1] - start) // 2]
+    return torch.cat([sequence[:, :start], half, half], 1)
+
+
 def _evenly(sequences: list[Tensor], wanted: int) -> list[Tensor]:
     """So many of them, spread over all."""
     if len(sequences) <= wanted:
