@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import triton.language as tl
 from oscarkv.cache import Step
 from oscarkv.kernels import LayerCache, Transforms
 from oscarkv.kernels.plan import Plan
+from oscarkv.kernels.torch_backend import TorchBackend
 from oscarkv.kernels.triton import prefill as module
+from oscarkv.kernels.triton.backend import TritonBackend
 from oscarkv.kernels.triton.prefill import Tiles, prefill
 from oscarkv.recipe import Recipe
 
@@ -325,6 +328,54 @@ def test_tiles_as_they_are_used(page_size: int, strict: bool, device: torch.devi
         [700, 100], Recipe(sink=64, recent=256), head_dim=128, kv_heads=1, page_size=page_size
     )
     assert check(rig, [150, 3], device, strict=strict) < BOUND
+
+
+@pytest.mark.usefixtures("default_tiles")
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        COMPILED(64, torch.float32),
+        COMPILED(64, torch.float16),
+        COMPILED(128, torch.float32),
+        COMPILED(128, torch.float16),
+        (256, torch.float32),  # the backend has torch do these: see the next test
+    ],
+)
+def test_tiles_of_three_bits(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    recipe = Recipe(
+        key_bits=3, value_bits=3, sink=64, recent=256, parameters="log8-symmetric", key_gain=1.0
+    )
+    rig = rig_with([700, 100], recipe, head_dim=head_dim, kv_heads=1, page_size=112, dtype=dtype)
+    assert check(rig, [150, 3], device, dtype=dtype, strict=True) < BOUND
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), [(256, 3), COMPILED(192, 3), (128, 3), (256, 4)])
+def test_wide_rows_of_three_bits_are_read_by_torch(
+    head_dim: int, bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_torch = []
+    plain = TorchBackend.prefill
+
+    def counted(self: TorchBackend, *arguments: Any) -> None:
+        by_torch.append(self)
+        plain(self, *arguments)
+
+    recipe = SMALL.replace(key_bits=bits, value_bits=bits, refine_keys=False)
+    rig = rig_with([41], recipe, head_dim=head_dim, kv_heads=1)
+    q, k, v = (x.bfloat16().float() for x in rig.tokens(9))
+    step = rig.write([9], k, v)
+    expected = torch.empty(q.shape, dtype=torch.float64)
+    rig.backend.prefill(q, k, v, rig.layer, expected)
+    layer = moved(rig.layer, device, torch.bfloat16)
+    monkeypatch.setattr(TorchBackend, "prefill", counted)
+    backend = TritonBackend()
+    tables = (step.seq_lens, step.query_start_loc, step.history_table, step.window_table)
+    backend.plan(*(x.to(device) for x in tables))
+    tokens = [x.to(device, torch.bfloat16) for x in (q, k, v)]
+    out = torch.full(q.shape, math.nan, device=device)
+    backend.prefill(*tokens, layer, out)
+    assert bool(by_torch) == (bits == 3 and head_dim > 128)
+    assert relative_error(out.cpu(), expected) < BOUND
 
 
 # -- the call --------------------------------------------------------------------------------------

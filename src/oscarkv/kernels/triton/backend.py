@@ -8,6 +8,7 @@ from torch import Tensor
 from oscarkv.errors import CacheError
 from oscarkv.kernels.interface import LayerCache
 from oscarkv.kernels.plan import Plan
+from oscarkv.kernels.torch_backend import TorchBackend
 from oscarkv.kernels.triton.decode import decode
 from oscarkv.kernels.triton.write import write
 
@@ -61,4 +62,23 @@ class TritonBackend:
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, out: Tensor) -> None:
         from oscarkv.kernels.triton.prefill import prefill
 
-        prefill(self.planned(), q, k, v, layer, out)
+        plan = self.planned()
+        if _gathers_wide_rows(layer):
+            oracle = TorchBackend()
+            oracle.plan(
+                plan.seq_lens,
+                plan.query_start_loc,
+                plan.history_table,
+                plan.window_table,
+                plan.strict,
+            )
+            oracle.prefill(q, k, v, layer, out)
+            return
+        prefill(plan, q, k, v, layer, out)
+
+
+def _gathers_wide_rows(layer: LayerCache) -> bool:
+    """Prefill gathers 3-bit codes. On an H200 with Triton 3.6 its kernel for 256 columns of them
+    read where it must not, so torch reads those prompts, and waits for the device meanwhile."""
+    layout = layer.layout
+    return 3 in (layout.key_bits, layout.value_bits) and layout.head_dim > 128

@@ -206,14 +206,13 @@ def _slots(
 
 
 @triton.jit
-def _field(rows, ok, channel, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One plane's bits of each channel, gathered: int16 [tokens, channels]."""
-    field = channel // WORDS
-    half = 2 * (channel % WORDS) + field % 2
+def _field(words, ok, channel, BITS: tl.constexpr, WORDS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """One plane's bits of each channel, gathered: int32 [tokens, channels]."""
+    field = channel // WORDS  # 2 p + e
     wanted = ok[:, None] & (channel < HEAD_DIM)[None, :]
-    halves = tl.load(rows + half[None, :], mask=wanted, other=0)
-    shift = (BITS * (field // 2)).to(tl.int16)
-    return (halves >> shift[None, :]) & tl.full([1, 1], (1 << BITS) - 1, tl.int16)
+    word = tl.load(words + (channel % WORDS)[None, :], mask=wanted, other=0)
+    shift = 16 * (field % 2) + BITS * (field // 2)
+    return (word >> shift[None, :]) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -224,8 +223,10 @@ def _gathered(
     channel = tl.arange(0, COLUMNS)
     LOW: tl.constexpr = plane_words(HEAD_DIM, 2)
     HIGH: tl.constexpr = plane_words(HEAD_DIM, 1)
-    low = _field(rows, ok, channel, 2, LOW, HEAD_DIM)
-    high = _field(rows + 2 * LOW, ok, channel, 1, HIGH, HEAD_DIM)
+    # Whole words: gathered half words of 32 tokens held wrong numbers (H200, Triton 3.6).
+    words = rows.to(tl.pointer_type(tl.int32))
+    low = _field(words, ok, channel, 2, LOW, HEAD_DIM)
+    high = _field(words + LOW, ok, channel, 1, HIGH, HEAD_DIM)
     if GROUPS > 1:
         group = tl.minimum(channel // (HEAD_DIM // GROUPS), GROUPS - 1)
         stored = _stored(at[:, None] + group[None, :], ok[:, None], True)
