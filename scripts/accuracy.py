@@ -254,7 +254,8 @@ class Lab:
             self.results["tuned-bits"][str(budget)] = {
                 str(layer): list(bits) for layer, bits in sorted(found.artifact.layer_bits.items())
             }
-            self.say(f"tuned to {budget}: predicted {found.predicted_kl:.5f}")
+            predicted = ", ".join(f"{kl:.5f} {kind}" for kind, kl in found.predicted_kl.items())
+            self.say(f"tuned to {budget}: predicted {predicted}")
         self.measure("tuned", subjects, self.plan.parts)
 
     def parts_section(self) -> None:

@@ -24,7 +24,9 @@ def tune(
         Path, typer.Option("--output", "-o", metavar="FILE", help="Artifact to write.")
     ],
     bits: Annotated[
-        float, typer.Option(metavar="BITS", help="Most bits an element at 128K, all included.")
+        # Named, as is --model of zoo: typer 0.27 takes a metavar of the same letters for a name.
+        float,
+        typer.Option("--bits", metavar="BITS", help="Most bits an element at 128K, all included."),
     ] = 2.3,
     more_text: options.MoreTexts = None,
     recipe: Annotated[

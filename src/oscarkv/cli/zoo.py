@@ -18,7 +18,10 @@ def import_(
     keys: Annotated[Path, typer.Argument(metavar="K.pt", help="Rotations of the keys.")],
     values: Annotated[Path, typer.Argument(metavar="V.pt", help="Rotations of the values.")],
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="The model they belong to: as for calibrate.")
+        str,
+        typer.Option(
+            "--model", metavar="MODEL", help="The model they belong to: as for calibrate."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The artifact to write.")

@@ -151,8 +151,11 @@ def tune(
         alone = sum(measured[part, lowest][kind] for part in parts)
         left = sum(measured[part, bits][kind] for part, bits in chosen.items())
         predicted[kind] = whole[kind] * left / alone if alone > 0 else whole[kind]
+    tuned = assemble(artifacts, chosen)
+    # A name of its own: records of measurements go by it.
+    tuned = replace(tuned, recipe=tuned.recipe.replace(name=f"tuned-{budget:g}"))
     return Tuned(
-        assemble(artifacts, chosen),
+        tuned,
         {part: measured[part, lowest] for part in parts},
         whole,
         predicted,
