@@ -1,5 +1,6 @@
 """`oscarkv sglang check`, which needs no SGLang. What it shares with vLLM's is tested there."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,24 @@ def test_what_fits_is_counted(run: Run, tiny: Path, artifact: Path) -> None:
     assert answer["plain_tokens"] == (1 << 30) // (2 * 2 * 64)
     assert answer["pages"] == answer["tokens"] // 128
     assert answer["window_pages"] == answer["tokens"] * windows // 640
+
+
+def test_an_artifact_of_tune(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:
+    """Values of 4 bits in one layer take 4 bytes more a token, of 24 in both; its pages are
+    larger."""
+    loaded = oscarkv.load_artifact(artifact)
+    mixed = dataclasses.replace(loaded, layer_bits={1: (loaded.recipe.key_bits, 4)})
+    oscarkv.save_artifact(mixed, tmp_path / "mixed")
+    options = ("--memory", 1, "--context-length", 640, "--sink", 64, "--recent", 256)
+    even = found(run, tiny, "--artifact", artifact, *options)
+    answer = found(run, tiny, "--artifact", tmp_path / "mixed", *options)
+    assert answer["fits"]
+    assert answer["page_tokens"] == even["page_tokens"]
+    assert answer["bits_per_element"] == pytest.approx(even["bits_per_element"] * 28 / 24, rel=0.02)
+    assert answer["history_bits_per_element"] == even["history_bits_per_element"] + 0.5
+    assert answer["tokens"] == pytest.approx(even["tokens"] * 24 / 28, rel=0.02)
+    exact = 2 * 2 * 16 * 2 * 2 * 320
+    assert answer["step_bytes"] - exact == (even["step_bytes"] - exact) * 28 // 24
 
 
 def test_text(run: Run, tiny: Path, artifact: Path) -> None:

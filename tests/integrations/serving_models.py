@@ -48,6 +48,22 @@ class TinyModel:
         made = tiny.quick_calibrate(model, knobs, skip_unsupported=True)
         oscarkv.save_artifact(made, self.artifact)
 
+    def give_bits(self, chosen: dict[Any, int]) -> None:
+        """Write the artifact anew, with these bits for (layer, side), as `oscarkv tune` does."""
+        import tiny
+
+        from oscarkv.evaluation.tune import assemble
+
+        recipe = oscarkv.load_artifact(self.artifact).recipe
+        by_bits = {
+            bits: tiny.quick_calibrate(
+                self.model, recipe.replace(key_bits=bits, value_bits=bits), skip_unsupported=True
+            )
+            for bits in (2, 3, 4)
+        }
+        every = {(layer, side): 2 for layer in by_bits[2].layers for side in ("keys", "values")}
+        oscarkv.save_artifact(assemble(by_bits, every | chosen), self.artifact)
+
     def oracle(self, prompts: list[list[int]], new: int = 24) -> list[list[int]]:
         """Tokens of `OscarCache` in strict mode."""
         made = []

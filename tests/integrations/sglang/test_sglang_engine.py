@@ -80,6 +80,20 @@ def test_other_recipes_give_the_tokens_of_oscarcache(tmp_path, asked, strict, re
         assert started.generate(asked) == expected
 
 
+def test_layers_with_bits_of_their_own(tmp_path, asked):
+    model = TinyModel(tmp_path, recipe="compact")
+    uniform = model.oracle(asked)
+    model.give_bits({(0, "values"): 4, (1, "keys"): 3})
+    expected = model.oracle(asked)
+    assert expected != uniform
+    with engine(model, STRICT, chunked_prefill_size=PAGE) as started:
+        assert started.generate(asked) == expected
+        assert [started.generate([prompt])[0] for prompt in asked] == expected
+        pool = started.allocator.pool
+        assert [(x.key_bits, x.value_bits) for x in pool.layouts] == [(2, 4), (3, 2)]
+        assert [pages.shape[-1] for pages in pool.k_buffer] == [x.bytes for x in pool.layouts]
+
+
 def test_without_a_radix_cache(tiny_model, asked, strict):
     with engine(tiny_model, STRICT, disable_radix_cache=True) as started:
         assert started.generate(asked) == strict

@@ -56,12 +56,13 @@ def test_padded_rows_touch_nothing(tiny_model, monkeypatch):
         expected = started.generate(asked, 40)
     with engine(tiny_model, {"strict": True}) as started:
         pool = started.allocator.pool
-        pool.memory[:, 0] = 0xFF  # page 0, where padding points
+        for pages in pool.k_buffer:
+            pages[0] = 0xFF  # page 0, where padding points
         backend = started.scheduler.tp_worker.model_runner.attn_backend
         seen = through_graphs(backend, monkeypatch)
         assert started.generate(asked, 40) == expected
         assert len(seen) == 1
-        assert bool((pool.memory[:, 0] == 0xFF).all())
+        assert all(bool((pages[0] == 0xFF).all()) for pages in pool.k_buffer)
 
 
 def test_a_capture_without_requests_writes_nothing(tiny_model):
@@ -75,9 +76,10 @@ def test_a_capture_without_requests_writes_nothing(tiny_model):
             batch_size=ROWS, req_pool_indices=zeros, seq_lens=zeros + 1, out_cache_loc=zeros
         )
         backend.init_forward_metadata_out_graph(graph, in_capture=True)
-        pool.memory.fill_(0xAB)
+        for pages in pool.k_buffer:
+            pages.fill_(0xAB)
         layer = runner.model.model.layers[0].self_attn.attn
         q = torch.randn(ROWS, layer.tp_q_head_num * layer.head_dim)
         k, v = (torch.randn(ROWS, layer.tp_k_head_num, layer.head_dim) for _ in range(2))
         backend.forward_decode(q, k, v, layer, graph)
-        assert bool((pool.memory == 0xAB).all())
+        assert all(bool((pages == 0xAB).all()) for pages in pool.k_buffer)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from oscarkv.artifact.summary import summarise
+from oscarkv.codec import PageLayout
 from oscarkv.errors import (
     MissingDependencyError,
     ModelMismatchError,
@@ -30,6 +31,7 @@ from oscarkv.integrations.transformers.geometry import (
     describe_config,
 )
 from oscarkv.integrations.transformers.models import load_config
+from oscarkv.recipe import Recipe
 
 GIB = 1 << 30
 GOOD, WARNING, PROBLEM = "good", "warning", "problem"
@@ -134,6 +136,7 @@ def examine(
         served,
         settings.recipe,
         length,
+        *([settings.others] if settings.others else ()),
     )
     try:
         if set(STATES).isdisjoint(geometry.layer_types):
@@ -345,13 +348,24 @@ def _length(fit: Fit, engine: Engine, asked: int | None, longest: int) -> None:
         fit.say("length", text, PROBLEM)
 
 
+def _recipes(capacity: Any) -> list[Recipe]:
+    """Each packed layer's, in no order."""
+    others = list(getattr(capacity, "others", ()))
+    return [capacity.recipe] * (capacity.layers - len(others)) + others
+
+
+def _history_bits(capacity: Any) -> float:
+    recipes = _recipes(capacity)
+    return sum(recipe.history_bits(capacity.head_dim) for recipe in recipes) / len(recipes)
+
+
 def _windows(fit: Fit, capacity: Any) -> None:
     recipe, length = capacity.recipe, capacity.max_model_len
     fit.figures |= {
         "max_model_len": length,
         "page_tokens": capacity.layout.page_size,
         "bits_per_element": round(capacity.bits, 4),
-        "history_bits_per_element": round(recipe.history_bits(capacity.head_dim), 4),
+        "history_bits_per_element": round(_history_bits(capacity), 4),
         "gain": round(capacity.gain, 4),
     }
     name = str(capacity.dtype).removeprefix("torch.")
@@ -407,14 +421,11 @@ def _cost(fit: Fit, engine: Engine, settings: Settings, capacity: Any) -> None:
             f"{summary.fallback_heads} of {summary.heads} heads fell back to Hadamard; what it "
             "does to answers is measured by oscarkv eval fidelity",
         )
-    layout, heads, dim = capacity.layout, capacity.heads, capacity.head_dim
-    row = layout.key_row.bytes + layout.value_row.bytes + 2 * layout.parameter_bytes
-    plain = 2 * dim * capacity.dtype.itemsize
-    exact = min(capacity.recipe.sink + capacity.recipe.recent, capacity.max_model_len)
-    packed = (capacity.max_model_len - exact) * row + exact * plain
-    read, before = (
-        capacity.layers * heads * count for count in (packed, capacity.max_model_len * plain)
-    )
+    heads, dim, length = capacity.heads, capacity.head_dim, capacity.max_model_len
+    rows = sum(_row_bytes(recipe, capacity) for recipe in _recipes(capacity))
+    plain = 2 * dim * capacity.dtype.itemsize * capacity.layers
+    exact = min(capacity.recipe.sink + capacity.recipe.recent, length)
+    read, before = heads * ((length - exact) * rows + exact * plain), heads * length * plain
     matrices = 5 if capacity.recipe.metric_rounding else 4
     transforms = capacity.layers * heads * (matrices * dim * dim + 2 * dim) * 4
     fit.figures |= {"step_bytes": read, "plain_step_bytes": before, "transform_bytes": transforms}
@@ -426,3 +437,9 @@ def _cost(fit: Fit, engine: Engine, settings: Settings, capacity: Any) -> None:
         f"{transforms / 1e6:,.1f} MB beside the cache. Times: oscarkv bench serving --engine "
         f"{engine.command}",
     )
+
+
+def _row_bytes(recipe: Recipe, capacity: Any) -> int:
+    """A token's key and value in one head of a layer."""
+    layout = PageLayout.of(recipe, capacity.head_dim, capacity.layout.page_size)
+    return layout.key_row.bytes + layout.value_row.bytes + 2 * layout.parameter_bytes

@@ -37,14 +37,22 @@ class Settings:
 
     @property
     def recipe(self) -> Recipe:
-        if self.loaded.mixed:
-            raise OscarError(
-                f"{self.artifact}: its layers have different bits (oscarkv tune), and an engine's "
-                "pages are all of one size; use an artifact of oscarkv calibrate here"
-            )
+        """That of the artifact, with this server's windows."""
+        return self._windowed(self.loaded.recipe)
+
+    def layer_recipe(self, layer: int) -> Recipe:
+        """The same with the bits of one layer."""
+        return self._windowed(self.loaded.layer_recipe(layer))
+
+    @property
+    def others(self) -> tuple[Recipe, ...]:
+        """The recipes of layers with other bits (oscarkv tune)."""
+        return tuple(self.layer_recipe(layer) for layer in sorted(self.loaded.layer_bits))
+
+    def _windowed(self, recipe: Recipe) -> Recipe:
         windows = {"sink": self.sink, "recent": self.recent}
         changed = {name: value for name, value in windows.items() if value is not None}
-        return self.loaded.recipe.replace(**changed)
+        return recipe.replace(**changed)
 
     @classmethod
     def of(cls, section: dict[str, Any], needs_artifact: str) -> Self | None:

@@ -195,7 +195,7 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
         return self.layers[layer.layer_id]
 
     def _bind(self, layer: Any) -> LayerCache:
-        artifact, recipe = self.settings.loaded, self.settings.recipe
+        artifact = self.settings.loaded
         if (
             layer.sliding_window_size > -1
             or layer.is_cross_attention
@@ -215,10 +215,10 @@ class OscarAttention(AttentionBackend):  # type: ignore[misc]
         return layer_cache(
             transforms,
             {},
-            recipe,
+            self.settings.layer_recipe(layer.layer_id),
             float(layer.scaling),
             layer.logit_cap or None,
-            self.pool.layout,
+            self.pool.layouts[layer.layer_id],
             *self.pool.layer_tensors(layer.layer_id),
         )
 

@@ -27,10 +27,26 @@ class Capacity:
     dtype: torch.dtype
     recipe: Recipe
     max_model_len: int
+    others: tuple[Recipe, ...] = ()  # of layers with other bits
 
     @property
     def layout(self) -> PageLayout:
-        return page_layout(self.recipe, self.head_dim, self.dtype)
+        """Of layers that have the recipe's bits. All layers have pages of as many tokens, so many
+        that the smallest has room for a window page."""
+        recipes = (self.recipe, *self.others)
+        smallest = min(recipes, key=lambda recipe: recipe.history_bits(self.head_dim))
+        size = page_layout(smallest, self.head_dim, self.dtype).page_size
+        return PageLayout.of(self.recipe, self.head_dim, size)
+
+    def layout_of(self, recipe: Recipe) -> PageLayout:
+        """Of a layer's own recipe."""
+        return PageLayout.of(recipe, self.head_dim, self.layout.page_size)
+
+    @property
+    def page_bytes(self) -> int:
+        """One page, in every layer."""
+        same = (self.layers - len(self.others)) * self.layout.bytes
+        return self.heads * (same + sum(self.layout_of(other).bytes for other in self.others))
 
     @property
     def windows(self) -> WindowRule:
@@ -49,8 +65,7 @@ class Capacity:
     @property
     def token_bytes(self) -> int:
         """What a token costs, its share of windows included: SGLang's `cell_size`."""
-        page = self.layers * self.heads * self.layout.bytes
-        return math.ceil(page / self.layout.page_size * (1 + self.share))
+        return math.ceil(self.page_bytes / self.layout.page_size * (1 + self.share))
 
     @property
     def plain_token_bytes(self) -> int:
@@ -79,13 +94,13 @@ class Capacity:
     def request_bytes(self, tokens: int) -> int:
         """What one request takes at most, while its prompt is read."""
         pages = blocks_for(tokens, self.layout.page_size) + self.windows.at_prefill(tokens)
-        return (pages + 2) * self.layers * self.heads * self.layout.bytes
+        return (pages + 2) * self.page_bytes
 
     def usable_bytes(self, memory: int) -> int:
         """Of all pages, those of windows among them."""
         tokens = self.tokens(memory)
         pages = tokens // self.layout.page_size + self.window_pages(tokens)
-        return pages * self.layers * self.heads * self.layout.bytes
+        return pages * self.page_bytes
 
     def figures(self, memory: int) -> dict[str, int]:
         tokens = self.tokens(memory)

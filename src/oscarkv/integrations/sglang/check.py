@@ -28,7 +28,7 @@ def check_config(server_args: Any) -> None:
         return
     config, model = resolving_view(server_args), model_config_of(server_args)
     check_model(settings, model)
-    page = options.page_layout(settings.recipe, model.head_dim, model.dtype).page_size
+    page = capacity_of(settings, model).layout.page_size
     for what, present in _refused(server_args, config, model, settings, page).items():
         if present:
             raise OscarError(f"oscarkv cannot be used with {what}")
@@ -115,14 +115,20 @@ def _refused(raw: Any, config: Any, model: Any, settings: Settings, page: int) -
 
 def describe(model: Any, settings: Settings) -> str:
     """What a request of the longest length takes, padding and windows included."""
-    recipe, length = settings.recipe, model.context_len
-    capacity = Capacity(1, 1, model.head_dim, model.dtype, recipe, length)
+    recipe, length, capacity = settings.recipe, model.context_len, capacity_of(settings, model)
     return (
         f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}, pages of "
         f"{capacity.layout.page_size} tokens; at {length:,} tokens {capacity.bits:.2f} bits an "
         f"element are reserved, and memory holds {capacity.gain:.2f}x the tokens of a "
         f"{str(model.dtype).removeprefix('torch.')} cache"
     )
+
+
+def capacity_of(settings: Settings, model: Any) -> Capacity:
+    """Of one KV head."""
+    layers, length = len(settings.loaded.layers), model.context_len
+    recipe, others = settings.recipe, settings.others
+    return Capacity(layers, 1, model.head_dim, model.dtype, recipe, length, others)
 
 
 def check_memory(pool: Any) -> None:

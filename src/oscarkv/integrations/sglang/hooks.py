@@ -125,7 +125,7 @@ def _cell_size(plain: Any, configurator: Any, cache: Any, num_layers: int) -> in
     heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     dim, dtype = model.head_dim, cache.kv_cache_dtype
     recipe, length = settings.recipe, model.context_len
-    return Capacity(num_layers, heads, dim, dtype, recipe, length).token_bytes
+    return Capacity(num_layers, heads, dim, dtype, recipe, length, settings.others).token_bytes
 
 
 def _load_model(plain: Any, runner: Any, *arguments: Any, **settings: Any) -> Any:

@@ -33,8 +33,11 @@ class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
             self.dtype,
             settings.recipe,
             options.longest(),
+            settings.others,
         )
-        self.layout, self.rule = self.capacity.layout, self.capacity.windows
+        self.rule = self.capacity.windows
+        recipes = (settings.layer_recipe(layer) for layer in range(self.layer_num))
+        self.layouts = [self.capacity.layout_of(recipe) for recipe in recipes]
         if self.page_size != self.rule.page:
             found = f"pages hold {self.rule.page} tokens, and SGLang's {self.page_size}"
             refusal.refuse(OscarError(f"oscarkv's plugin did not take effect: {found}"))
@@ -45,15 +48,12 @@ class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
             refusal.refuse(error)
         pages = self.size // self.page_size + self.window_pages + 1
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            self.memory = torch.zeros(
-                self.layer_num,
-                pages,
-                self.head_num,
-                self.layout.bytes,
-                dtype=torch.uint8,
-                device=self.device,
-            )
-        self.k_buffer = list(self.memory)
+            self.k_buffer = [
+                torch.zeros(
+                    pages, self.head_num, layout.bytes, dtype=torch.uint8, device=self.device
+                )
+                for layout in self.layouts
+            ]
         room = window_page_bytes(self.head_dim, self.dtype)
         self.v_buffer = [layer[..., :room].view(self.dtype) for layer in self.k_buffer]
         units = pages * (self.page_size // PAGE_QUANTUM)
@@ -66,7 +66,7 @@ class OscarPool(MHATokenToKVPool):  # type: ignore[misc]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """All of it is keys and values together."""
-        return self.memory.nbytes + self.window_of.nbytes, 0
+        return sum(layer.nbytes for layer in self.k_buffer) + self.window_of.nbytes, 0
 
     def set_kv_buffer(self, *_: Any, **__: Any) -> None:
         raise OscarError("oscarkv's cache is written by its own attention only")

@@ -30,6 +30,15 @@ class Settings(serving.Settings):
     fold_values: bool = False  # into the weights, instead of a transform in every layer and step
     canary: dict[str, Any] | None = None  # canary/options.py
 
+    @property
+    def recipe(self) -> Recipe:
+        if self.loaded.mixed:
+            raise OscarError(
+                f"{self.artifact}: its layers have different bits (oscarkv tune), and vLLM's pages "
+                "are all of one size; use an artifact of oscarkv calibrate here"
+            )
+        return super().recipe
+
 
 def _section(config: Any) -> dict[str, Any] | None:
     extra = config.additional_config if config is not None else None
