@@ -243,11 +243,21 @@ def test_layers_that_cannot_be_kept(run: Run, tiny: Path, artifact: Path, tmp_pa
 
 
 def test_an_artifact_of_tune(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:
+    """Values of 4 bits in one layer: its pages are larger, and so is every block."""
     loaded = oscarkv.load_artifact(artifact)
     mixed = dataclasses.replace(loaded, layer_bits={1: (loaded.recipe.key_bits, 4)})
     oscarkv.save_artifact(mixed, tmp_path / "mixed")
-    answer = found(run, tiny, "--artifact", tmp_path / "mixed", code=1)
-    assert "different bits (oscarkv tune)" in problems(answer)[0]
+    even = found(run, tiny, "--artifact", artifact, "--memory", 1)
+    answer = found(run, tiny, "--artifact", tmp_path / "mixed", "--memory", 1)
+    assert answer["page_tokens"] == even["page_tokens"]
+    assert even["bits_per_element"] < answer["bits_per_element"] < 1.25 * even["bits_per_element"]
+    assert answer["history_bits_per_element"] == even["history_bits_per_element"] + 0.5
+    assert answer["tokens"] < even["tokens"]
+    assert answer["plain_tokens"] == even["plain_tokens"]
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    sliding = changed(tiny, tmp_path / "sliding", **kinds)
+    line = problems(found(run, sliding, "--artifact", tmp_path / "mixed", code=1))[0]
+    assert "which it cannot have beside oscarkv's" in line
 
 
 def test_a_model_with_mla(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from oscarkv.evaluation.fidelity import evaluation_windows, measure_fidelity, me
 from oscarkv.evaluation.subjects import simulate_artifact
 from oscarkv.evaluation.tune import KINDS, allocate, assemble, budget_steps, tune
 from oscarkv.integrations.transformers.text import echo
-from oscarkv.integrations.vllm.settings import Settings
 
 LENGTH = 96
 
@@ -184,7 +183,3 @@ def test_refusals(artifacts: dict[int, Artifact], tmp_path: Path) -> None:
         Artifact(
             artifacts[2].model, artifacts[2].recipe, artifacts[2].layers, layer_bits={7: (3, 2)}
         )
-    mixed = assemble(artifacts, {(i, s): 3 for i in (0, 1) for s in ("keys", "values")})
-    save_artifact(mixed, tmp_path / "m.safetensors")
-    with pytest.raises(OscarError, match="its layers have different bits"):
-        _ = Settings(artifact=str(tmp_path / "m.safetensors")).recipe

@@ -315,7 +315,7 @@ def _layers(fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometr
     ]
     text = f"{packed} of {total} are packed; {'; '.join(parts)}: {engine.name}'s own cache"
     other = set(geometry.layer_types) - {FULL, SLIDING, *STATES}  # chunks: not even skipped
-    mixes = engine.mixes_caches and not other
+    mixes = engine.mixes_caches and not other and not settings.loaded.mixed
     if not mixes:
         text += ", which it cannot have beside oscarkv's"
     fit.say("layers", text, WARNING if packed and mixes else PROBLEM)

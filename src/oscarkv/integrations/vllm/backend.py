@@ -2,7 +2,8 @@
 
 A page of P packed tokens is one "state" of P tokens to vLLM: the cache arrives as
 [blocks, heads, 1, bytes] whatever layout vLLM chose, and a page has exactly the bytes of a window
-page of 16 tokens, so that both groups draw on one pool of blocks.
+page of 16 tokens, so that both groups draw on one pool of blocks. Pages of layers with more bits
+(oscarkv tune) are larger; vLLM then packs all layers' pages side by side into a block.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from oscarkv.integrations.serving.settings import window_page_bytes
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.settings import page_layout
-from oscarkv.integrations.vllm.windows import page_sizes
+from oscarkv.integrations.vllm.windows import cache_layouts, page_sizes
 
 
 class OscarBackend(AttentionBackend):  # type: ignore[misc]
@@ -72,12 +74,17 @@ class OscarBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        return cache_layouts()
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         layout = page_layout(layers.active().recipe, spec.head_size, spec.dtype)
+        room = window_page_bytes(spec.head_size, spec.dtype)
         return dataclasses.replace(
             spec,
             block_size=layout.page_size,
             tokens_per_state=layout.page_size,
-            state_content_bytes=window_page_bytes(spec.head_size, spec.dtype),
+            state_content_bytes=spec.state_content_bytes or room,  # a layer with more bits asked
             dtype=torch.uint8,
         )

@@ -1,7 +1,8 @@
 """How many tokens a memory holds: blocks counted as vLLM counts them. Imports no vLLM.
 
 Every block, of packed history, of exact windows or of vLLM's own cache, has the bytes of 16
-unpacked tokens of a layer, and all draw on one pool.
+unpacked tokens of a layer, and all draw on one pool. With layers of more bits (oscarkv tune) blocks
+are as large as the largest of those layers' pages make them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from oscarkv.codec.layout import PAGE_QUANTUM, PageLayout
 from oscarkv.integrations.serving.settings import window_page_bytes
 from oscarkv.integrations.serving.windows import SLACK, TURN, WindowRule, blocks_for
-from oscarkv.integrations.vllm.settings import page_layout
+from oscarkv.integrations.vllm.settings import page_bytes, page_layout
 from oscarkv.recipe import Recipe
 
 #: Steps under way at once with vLLM's asynchronous scheduling, its default.
@@ -46,9 +47,11 @@ class Capacity:
     dtype: torch.dtype
     recipe: Recipe
     max_model_len: int
+    others: tuple[Recipe, ...] = ()  # of layers with other bits
 
     @property
     def layout(self) -> PageLayout:
+        """Of layers that have the recipe's bits; all layers have pages of as many tokens."""
         return page_layout(self.recipe, self.head_dim, self.dtype)
 
     @property
@@ -58,7 +61,21 @@ class Capacity:
     @property
     def block_bytes(self) -> int:
         """One block, in every layer."""
+        size = self.layout.page_size
+        layouts = [self.layout] * (self.layers - len(self.others))
+        layouts += [PageLayout.of(other, self.head_dim, size) for other in self.others]
+        return self.heads * sum(page_bytes(layouts, self.dtype))
+
+    @property
+    def plain_block_bytes(self) -> int:
+        """16 unpacked tokens in every layer."""
         return self.layers * self.heads * window_page_bytes(self.head_dim, self.dtype)
+
+    @property
+    def larger(self) -> float:
+        """How many times the bytes of 16 unpacked tokens a block takes: more than 1 with layers of
+        more bits."""
+        return self.block_bytes / self.plain_block_bytes
 
     @property
     def request_blocks(self) -> int:
@@ -73,13 +90,13 @@ class Capacity:
     @property
     def gain(self) -> float:
         """How many times the tokens of an unpacked cache the same memory holds."""
-        return self.plain_request_blocks / self.request_blocks
+        return self.plain_request_blocks / (self.request_blocks * self.larger)
 
     @property
     def bits(self) -> float:
         """Bits an element that a request of the longest length reserves: codes, parameters,
         padding, windows and the packed copies of what is in them."""
-        taken = PAGE_QUANTUM * self.request_blocks  # in unpacked tokens
+        taken = PAGE_QUANTUM * self.request_blocks * self.larger  # in unpacked tokens
         return 8 * self.dtype.itemsize * taken / self.max_model_len
 
     def blocks(self, memory: int) -> int:
@@ -90,7 +107,8 @@ class Capacity:
         return int(self.blocks(memory) / self.request_blocks * self.max_model_len)
 
     def plain_tokens(self, memory: int) -> int:
-        return int(self.blocks(memory) / self.plain_request_blocks * self.max_model_len)
+        blocks = memory // self.plain_block_bytes
+        return int(blocks / self.plain_request_blocks * self.max_model_len)
 
     def figures(self, memory: int) -> dict[str, int]:
         return {"blocks": self.blocks(memory)}

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, iter_layer_specs
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.errors import OscarError
@@ -43,6 +43,7 @@ def check_config(config: Any) -> None:
     check_model(settings.loaded, model)
     outside = [layer for layer in settings.skip if layer >= settings.loaded.model.layers]
     packed = set(settings.loaded.layers) - set(settings.skip)
+    kept = sorted(set(range(settings.loaded.model.layers)) - packed)
     page = page_layout(settings.recipe, model.get_head_size(), model.dtype).page_size
     own = str(model.dtype).removeprefix("torch.")
     connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
@@ -74,6 +75,16 @@ def check_config(config: Any) -> None:
         "--enable-sleep-mode: oscarkv's tensors would not come back": model.enable_sleep_mode,
         "images whose tokens see each other both ways; for text alone: --language-model-only": (
             model.is_mm_prefix_lm
+        ),
+        f"{settings.artifact}: its layers have different bits (oscarkv tune), and beside them no "
+        f"layer can keep vLLM's own cache, as {kept} would; use an artifact of oscarkv calibrate": (
+            settings.loaded.mixed and bool(kept)
+        ),
+        "the canary: it cannot rescore with layers of different bits (oscarkv tune)": bool(
+            settings.loaded.mixed and settings.canary is not None
+        ),
+        f"the KV connector {connector}: layers have different bits (oscarkv tune)": bool(
+            settings.loaded.mixed and connector
         ),
         "the canary: it cannot rescore a model with state-space layers": bool(
             model.is_hybrid and settings.canary is not None
@@ -128,7 +139,8 @@ def describe(config: Any, settings: Settings) -> str:
     length = model.max_model_len
     if model.is_hybrid:  # only workers know how large a state is, and so a block
         return f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}"
-    capacity = Capacity(1, 1, model.get_head_size(), model.dtype, recipe, length)
+    layers, dim = len(settings.loaded.layers), model.get_head_size()
+    capacity = Capacity(layers, 1, dim, model.dtype, recipe, length, settings.others)
     return (
         f"recipe {recipe.name}, sink {recipe.sink}, recent {recipe.recent}, pages of "
         f"{capacity.layout.page_size} tokens; at {length:,} tokens {capacity.bits:.2f} bits an "
@@ -190,11 +202,15 @@ def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -
         kept.setdefault(reason, []).append(index)
     parts = [f"{', '.join(map(str, sorted(found)))} ({why})" for why, found in kept.items()]
     line = f"layers {'; '.join(parts)} keep vLLM's own cache" if kept else None
-    windows = [
-        group.kv_cache_spec for group in groups if isinstance(group.kv_cache_spec, WindowSpec)
-    ]
+    of_groups = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
+    windows = [spec for spec in of_groups if isinstance(spec, WindowSpec)]
     if not windows:
         raise OscarError(f"oscarkv has nothing to pack: {line}")
+    if settings.loaded.mixed and line:
+        raise OscarError(
+            "oscarkv cannot be used with this model and this artifact: its layers have different "
+            f"bits (oscarkv tune), and {line}; use an artifact of oscarkv calibrate"
+        )
     (pages,) = {spec.block_size // PAGE_QUANTUM for spec in windows}
     if pages == 1:
         return line
@@ -211,7 +227,7 @@ def check_memory(config: Any, cache: Any) -> None:
     """Refuse a pool in which a prompt of the longest length would wait forever: while it is read it
     holds more window blocks than vLLM charges it for (see `WindowBlocks`). `cache`: KVCacheConfig.
     """
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    specs = [next(iter(iter_layer_specs(g.kv_cache_spec))) for g in cache.kv_cache_groups]
 
     def needed(length: int) -> int:
         return sum(most_blocks(spec, length, config) for spec in specs)

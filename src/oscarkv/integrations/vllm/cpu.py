@@ -7,7 +7,12 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    group_kernel_blocks,
+    iter_layer_specs,
+)
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.integrations.vllm.settings import settings_of
@@ -30,7 +35,11 @@ def zero_blocks(runner: Any, block_ids: list[int]) -> None:
     """New blocks in every layer whose pages are not states. `runner`: CPUModelRunner."""
     cache = runner.kv_cache_config
     known = runner.compilation_config.static_forward_context
-    groups = [g for g in cache.kv_cache_groups if isinstance(g.kv_cache_spec, AttentionSpec)]
+    groups = [
+        group
+        for group in cache.kv_cache_groups
+        if all(isinstance(spec, AttentionSpec) for spec in iter_layer_specs(group.kv_cache_spec))
+    ]
     tensors = [known[name].kv_cache for group in groups for name in group.layer_names]
     for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values():  # groups overlay
         group_kernel_blocks(tensor, cache.num_blocks)[block_ids] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from oscarkv.integrations.serving.layers import rank_transforms
 from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.kept import hand_over, keeps_own_cache, require_unwrapped
 from oscarkv.integrations.vllm.metadata import HistoryMetadata
-from oscarkv.integrations.vllm.settings import NEEDS_ARTIFACT, page_layout, settings_of
+from oscarkv.integrations.vllm.settings import (
+    NEEDS_ARTIFACT,
+    page_layout,
+    settings_of,
+)
 from oscarkv.integrations.vllm.step import steps_of
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowLayer
 from oscarkv.kernels import LayerCache, Transforms
@@ -67,6 +72,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         self._transforms: Transforms | None = None
         self._memo: dict[str, Tensor] = {}
         self.folded = False  # values come transformed: fold.py
+        self._index = 0  # of the layer, once it is known
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -90,8 +96,11 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
             hand_over(layer, self.arguments, self.config, act_dtype)
             return
         layer.attn_backend = OscarBackend
-        dtype = layer.kv_cache_torch_dtype
+        dtype, self._index = layer.kv_cache_torch_dtype, index
         page = page_layout(recipe, self.head_size, dtype).page_size
+        if index in artifact.layer_bits:
+            size = self.settings.page_bytes_of(index, self.head_size, dtype)
+            _ask_for_larger_pages(layer, size)
         self._windows_name = names[0] + SUFFIX
         self._windows = known[self._windows_name] = WindowLayer(
             self.num_kv_heads, self.head_size, dtype, recipe.sink, recipe.recent, page
@@ -127,7 +136,8 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         return layers.bind(
             self.transforms,
             self._memo,
-            self.settings.recipe,
+            self.settings.layer_recipe(self._index),
+            self.settings.layout_of(self._index, self.head_size, windows.dtype),
             self.scale,
             self.soft_cap,
             history,
@@ -185,3 +195,13 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
         out = output.view(-1, self.num_heads, self.head_size)
         step.attend(query, key, value, cache, out)
         return output
+
+
+def _ask_for_larger_pages(layer: Any, size: int) -> None:
+    """Of a layer with other bits than the recipe's (oscarkv tune): bytes of a head."""
+    plain = layer.get_kv_cache_spec
+
+    def get_kv_cache_spec(vllm_config: Any) -> Any:
+        return dataclasses.replace(plain(vllm_config), state_content_bytes=size)
+
+    layer.get_kv_cache_spec = get_kv_cache_spec

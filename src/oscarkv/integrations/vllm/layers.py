@@ -8,10 +8,11 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from oscarkv.artifact import Artifact
+from oscarkv.codec import PageLayout
 from oscarkv.errors import OscarError
 from oscarkv.integrations.serving.layers import check_identity, layer_cache
 from oscarkv.integrations.serving.layers import rank_heads as heads_of
-from oscarkv.integrations.vllm.settings import Settings, page_layout
+from oscarkv.integrations.vllm.settings import Settings
 from oscarkv.kernels import LayerCache, Transforms
 from oscarkv.recipe import Recipe
 
@@ -56,6 +57,7 @@ def bind(
     transforms: Transforms,
     memo: dict[str, Tensor],
     recipe: Recipe,
+    layout: PageLayout,
     scale: float,
     soft_cap: float | None,
     history: Tensor,
@@ -63,6 +65,5 @@ def bind(
 ) -> LayerCache:
     """A layer over vLLM's tensors: history [blocks, heads, 1, bytes] and window
     [blocks, heads, 1, 2 * 16 * d]."""
-    layout = page_layout(recipe, transforms.key.shape[-1], window.dtype)
     pages, windows = history[:, :, 0], window[:, :, 0]
     return layer_cache(transforms, memo, recipe, scale, soft_cap, layout, pages, windows)

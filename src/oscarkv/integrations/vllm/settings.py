@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from oscarkv.codec import PageLayout
-from oscarkv.codec.layout import PAGE_QUANTUM
+from oscarkv.codec.layout import ALIGNMENT, PAGE_QUANTUM
 from oscarkv.errors import OscarError
 from oscarkv.integrations.serving import settings as serving
 from oscarkv.integrations.serving.settings import window_page_bytes
@@ -30,14 +32,16 @@ class Settings(serving.Settings):
     fold_values: bool = False  # into the weights, instead of a transform in every layer and step
     canary: dict[str, Any] | None = None  # canary/options.py
 
-    @property
-    def recipe(self) -> Recipe:
-        if self.loaded.mixed:
-            raise OscarError(
-                f"{self.artifact}: its layers have different bits (oscarkv tune), and vLLM's pages "
-                "are all of one size; use an artifact of oscarkv calibrate here"
-            )
-        return super().recipe
+    def layout_of(self, layer: int, head_dim: int, dtype: torch.dtype) -> PageLayout:
+        """A layer's pages: of as many tokens as every other's, whatever bits it has."""
+        size = page_layout(self.recipe, head_dim, dtype).page_size
+        return PageLayout.of(self.layer_recipe(layer), head_dim, size)
+
+    def page_bytes_of(self, layer: int, head_dim: int, dtype: torch.dtype) -> int:
+        """What vLLM gives a page of a head of that layer."""
+        known = sorted(self.loaded.layers)
+        layouts = [self.layout_of(each, head_dim, dtype) for each in known]
+        return page_bytes(layouts, dtype)[known.index(layer)]
 
 
 def _section(config: Any) -> dict[str, Any] | None:
@@ -64,6 +68,22 @@ def settings_of(config: Any) -> Settings | None:
     if section is None:
         return None
     return Settings.of(section, f"oscarkv needs an artifact: --additional-config '{EXAMPLE}'")
+
+
+def page_bytes(layouts: Sequence[PageLayout], dtype: torch.dtype) -> list[int]:
+    """What vLLM gives a page of a head, for each layer: at least a window page's bytes, so that a
+    block has room for the windows of all layers.
+
+    Of pages of several sizes, as many of each, vLLM makes a pattern, and splits the windows by it:
+    then the last of the largest gets a few bytes more.
+    """
+    room = [window_page_bytes(layout.head_dim, dtype) for layout in layouts]
+    sizes = [max(layout.bytes, least) for layout, least in zip(layouts, room, strict=True)]
+    counts = Counter(sizes)
+    if len(counts) > 1 and len(set(counts.values())) == 1:
+        last = max(range(len(sizes)), key=lambda i: (sizes[i], i))
+        sizes[last] += ALIGNMENT
+    return sizes
 
 
 def page_layout(recipe: Recipe, head_dim: int, dtype: torch.dtype) -> PageLayout:

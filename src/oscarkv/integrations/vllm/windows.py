@@ -28,11 +28,13 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from oscarkv.codec.layout import PAGE_QUANTUM
 from oscarkv.integrations.serving.settings import window_page_bytes
+from oscarkv.integrations.vllm import layers
 from oscarkv.integrations.vllm.capacity import WindowBlocks
 from oscarkv.kernels import LayerCache
 
@@ -310,6 +312,12 @@ def page_sizes(spec: KVCacheSpec | None) -> list[Any]:
     return [MultipleOf(PAGE_QUANTUM) if spec is None else spec.tokens_per_state]
 
 
+def cache_layouts() -> tuple[KVCacheLayout, ...] | None:
+    """None: any. Pages of different bytes lie side by side, so blocks go outermost."""
+    settings = layers.current()
+    return (KVCacheLayout.BLHNC,) if settings is not None and settings.loaded.mixed else None
+
+
 class WindowBackend(AttentionBackend):  # type: ignore[misc]
     """Gives the companion group its tables; nothing attends through it."""
 
@@ -326,6 +334,10 @@ class WindowBackend(AttentionBackend):  # type: ignore[misc]
         from oscarkv.integrations.vllm.metadata import WindowBuilder
 
         return WindowBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        return cache_layouts()
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
