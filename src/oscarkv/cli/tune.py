@@ -55,8 +55,8 @@ def tune(
     """Choose how many bits every layer's keys and values get, within a budget.
 
     Rounds keys and values of each layer by themselves, measures what that costs on the text as it
-    runs and where it looks up what came before, and gives more bits where they help most. The
-    artifact works with Transformers; vLLM and SGLang want one size for all.
+    runs and where it looks up what came before, and gives more bits where they help most. Takes
+    longer than calibrate; the artifact is used like any other.
 
     Example: oscarkv tune smollm2 --bits 2.3 --text train.txt -o tuned.safetensors
     """

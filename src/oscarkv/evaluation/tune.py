@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from oscarkv.recipe import CODE_BITS, Recipe
 LENGTH = 131072  # the context at which the budget holds, as everywhere
 KINDS = ("running", "looked up")
 
-Part = tuple[int, Literal["keys", "values"]]
+Part = tuple[int, str]  # layer, and one of SIDES
 #: KL by kind of text.
 Cost = Mapping[str, float]
 
@@ -46,25 +47,47 @@ class Tuned:
 
 @dataclass
 class Meter:
-    """KL with some parts rounded, by kind of text."""
+    """KL with parts rounded by themselves, by kind of text. Measures nothing twice."""
 
     model: Any
     sequences: Mapping[str, Sequence[Tensor]]
     texts_sha256: str
     subjects: Mapping[int, Simulated]  # by bits
     checkpoint: Checkpoint
-    progress: Progress | None = None
+    report: Callable[[int, str], None]  # called with how many parts are done, and the last one
     references: dict[str, Tensor] = field(default_factory=dict)
+    measured: dict[tuple[Part, int], Cost] = field(default_factory=dict)
 
-    def whole(self, bits: int) -> dict[str, float]:
+    @cached_property
+    def whole(self) -> Cost:
+        """With everything rounded to the fewest bits."""
+        bits = min(self.subjects)
         return self._measure(f"all layers, {bits} bits", self.subjects[bits])
 
-    def part(self, part: Part, bits: int) -> dict[str, float]:
-        layer, side = part
-        subject = self.subjects[bits].part(layers=[layer], sides=[side])
-        return self._measure(f"{side} of layer {layer}, {bits} bits", subject)
+    def part(self, part: Part, bits: int) -> Cost:
+        if (part, bits) not in self.measured:
+            layer, side = part
+            name = f"{side} of layer {layer}, {bits} bits"
+            subject = self.subjects[bits].part(layers=[layer], sides=[side])
+            self.measured[part, bits] = self._measure(name, subject)
+            self.report(len(self.measured), name)
+        return self.measured[part, bits]
 
-    def _measure(self, name: str, subject: Simulated) -> dict[str, float]:
+    def share(self, part: Part, bits: int) -> float:
+        """Of what rounding everything costs, over both kinds of text together."""
+        cost = self.part(part, bits)
+        return sum(cost[kind] / whole for kind, whole in self.whole.items() if whole > 0)
+
+    def predicted(self, chosen: Mapping[Part, int]) -> Cost:
+        """Parts do not quite add up to the whole: their sum is scaled to what the whole is."""
+        found = {}
+        for kind, whole in self.whole.items():
+            alone = sum(self.part(part, min(self.subjects))[kind] for part in chosen)
+            left = sum(self.part(part, bits)[kind] for part, bits in chosen.items())
+            found[kind] = whole * left / alone if alone > 0 else whole
+        return found
+
+    def _measure(self, name: str, subject: Simulated) -> Cost:
         found = {}
         for kind, sequences in self.sequences.items():
             result = measure_windows(
@@ -121,6 +144,14 @@ def tune(
     )
     artifacts = {bits: fitted[f"{recipe.name}-{bits}"] for bits in by_bits}
     base = artifacts[lowest]
+    parts: list[Part] = [(layer, side) for layer in base.layers for side in SIDES]
+    steps = budget_steps(base, budget)
+    total = len(parts) + 2 * steps  # about: how many are worth a look is not known beforehand
+
+    def report(count: int, what: str) -> None:
+        if progress:
+            progress(min(count, total), total, what)
+
     echoes = [echo(sequence, tokenizer) for sequence in running]
     meter = Meter(
         model,
@@ -128,37 +159,17 @@ def tune(
         text_sha256(texts),
         {bits: simulate_artifact(each, model.device) for bits, each in artifacts.items()},
         done,
+        report,
     )
-    whole = meter.whole(lowest)
-    parts: list[Part] = [(layer, side) for layer in base.layers for side in SIDES]  # type: ignore[misc]
-    steps = budget_steps(base, budget)
-    total = len(parts) + 2 * steps  # about: how many are worth a look is not known beforehand
-    measured: dict[tuple[Part, int], dict[str, float]] = {}
-
-    def cost(part: Part, bits: int) -> float:
-        """As a share of what rounding everything costs, of both kinds together."""
-        if (part, bits) not in measured:
-            measured[part, bits] = meter.part(part, bits)
-            if progress:
-                progress(min(len(measured), total), total, f"{part[1]} of layer {part[0]}")
-        found = measured[part, bits]
-        return sum(found[kind] / whole[kind] for kind in KINDS if whole[kind] > 0)
-
-    chosen = allocate({part: cost(part, lowest) for part in parts}, list(by_bits), steps, cost)
-    predicted = {}
-    for kind in KINDS:
-        # Parts do not quite add up to the whole: the prediction is scaled to what the whole is.
-        alone = sum(measured[part, lowest][kind] for part in parts)
-        left = sum(measured[part, bits][kind] for part, bits in chosen.items())
-        predicted[kind] = whole[kind] * left / alone if alone > 0 else whole[kind]
+    costs = {part: meter.share(part, lowest) for part in parts}
+    chosen = allocate(costs, list(by_bits), steps, meter.share)
     tuned = assemble(artifacts, chosen)
-    # A name of its own: records of measurements go by it.
-    tuned = replace(tuned, recipe=tuned.recipe.replace(name=f"tuned-{budget:g}"))
     return Tuned(
-        tuned,
-        {part: measured[part, lowest] for part in parts},
-        whole,
-        predicted,
+        # A name of its own: records of measurements go by it.
+        replace(tuned, recipe=tuned.recipe.replace(name=f"tuned-{budget:g}")),
+        {part: meter.part(part, lowest) for part in parts},
+        meter.whole,
+        meter.predicted(chosen),
     )
 
 
