@@ -173,6 +173,8 @@ def test_refusals(artifacts: dict[int, Artifact], tmp_path: Path) -> None:
             tokens=1500,
             calibration_length=500,
         )
+    with pytest.raises(OscarError, match=r"--length 640: .* outgrow the 320 .* more than 640"):
+        tune(model, tiny.tokenizer(), texts, 3.0, recipe=Recipe.named("compact"), length=640)
     with pytest.raises(OscarError, match="recipe 'bf16' packs nothing"):
         tune(model, tiny.tokenizer(), texts, 2.3, recipe=Recipe.named("bf16"))
     with pytest.raises(ArtifactError, match=r"layer 0: .* bits; use 2, 3 or 4"):

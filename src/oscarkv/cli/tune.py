@@ -42,7 +42,7 @@ def tune(
         ),
     ] = None,
     length: Annotated[
-        int, typer.Option(help="Tokens a window that layers are measured on, from 514 on.")
+        int, typer.Option(help="Tokens of the windows that layers are measured on.")
     ] = 2048,
     windows: Annotated[int, typer.Option(min=1, help="Windows, spread over the text.")] = 2,
     resume: Annotated[

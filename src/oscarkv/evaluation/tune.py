@@ -130,6 +130,12 @@ def tune(
             f"--bits {budget}: recipe {recipe.name!r} takes {least:.3f} bits at 128K with {lowest} "
             "for every code; ask for more, or for a recipe with smaller parameters (compact)"
         )
+    exact = recipe.sink + recipe.recent
+    if length <= 2 * exact:
+        raise OscarError(
+            f"--length {length}: a passage that comes twice must outgrow the {exact} exact tokens "
+            f"to be looked up in the codes; take more than {2 * exact}"
+        )
     running = evaluation_windows(model, tokenizer, texts, length, windows)
     done = Checkpoint(keep)  # first: it makes the directory, or says at once why it cannot
     fitted = fit_artifacts(
