@@ -286,7 +286,7 @@ def _identity(fit: Fit, settings: Settings, geometry: ModelGeometry) -> None:
         return
     try:
         recipe = settings.recipe
-    except OscarError as error:  # bits that differ between layers
+    except OscarError as error:  # windows that cannot be
         fit.say("artifact", str(error), PROBLEM)
         return
     fit.say(
