@@ -1,4 +1,4 @@
-"""What each part of `balanced` buys, at several context lengths, on one model.
+"""What each part of `uniform` buys, at several context lengths, on one model.
 
     python scripts/ablate.py MODEL --calibration-text wiki.txt --text dev.txt ... --json OUT
 
@@ -22,8 +22,8 @@ from oscarkv.evaluation.fidelity import measure_fidelity
 from oscarkv.integrations.transformers import calibrate, passes
 from oscarkv.recipe import Recipe
 
-BALANCED = Recipe.named("balanced")
-EVEN = BALANCED.replace(refine_keys=False)
+UNIFORM = Recipe.named("uniform")
+EVEN = UNIFORM.replace(refine_keys=False)
 
 
 def evenly(length: int, target: int) -> Tensor:
@@ -39,16 +39,16 @@ def half_at_start(length: int, target: int) -> Tensor:
 
 #: Name: recipe, position average (None: the library's), tokens.
 VARIANTS: dict[str, tuple[Recipe, Any, int]] = {
-    "balanced": (BALANCED, None, 30000),
-    "positions averaged evenly": (BALANCED, evenly, 30000),
-    "half of them at the start": (BALANCED, half_at_start, 30000),
-    "positions not averaged": (BALANCED.replace(average_positions=False), None, 30000),
-    "100k calibration tokens": (BALANCED, None, 100000),
+    "uniform": (UNIFORM, None, 30000),
+    "positions averaged evenly": (UNIFORM, evenly, 30000),
+    "half of them at the start": (UNIFORM, half_at_start, 30000),
+    "positions not averaged": (UNIFORM.replace(average_positions=False), None, 30000),
+    "100k calibration tokens": (UNIFORM, None, 100000),
     "keys not refined": (EVEN, None, 30000),
-    "Hadamard instead of balanced": (EVEN.replace(key_transform="hadamard"), None, 30000),
+    "Hadamard": (EVEN.replace(key_transform="hadamard"), None, 30000),
     "metric rounding": (EVEN.replace(metric_rounding=True), None, 30000),
-    "without the unbiasing gain": (BALANCED.replace(key_gain=0.0, value_gain=0.0), None, 30000),
-    "recent 512": (BALANCED.replace(recent=512), None, 30000),
+    "without the unbiasing gain": (UNIFORM.replace(key_gain=0.0, value_gain=0.0), None, 30000),
+    "recent 512": (UNIFORM.replace(recent=512), None, 30000),
     "compact": (Recipe.named("compact"), None, 30000),
     "paper": (Recipe.named("paper"), None, 30000),
 }

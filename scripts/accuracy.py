@@ -28,30 +28,32 @@ from typing import Any
 
 import torch
 from accuracy_plan import (
-    BALANCED,
+    BUDGETS,
     COMPACT,
     FP8_WINDOWS,
     MIXTURES,
     PLANS,
+    UNIFORM,
     WINDOWS,
     Calibration,
     Plan,
     paper_ablation,
-    parts_of_balanced,
+    parts_of_uniform,
 )
 from torch import Tensor
 
 from oscarkv import load_model
 from oscarkv.artifact import Artifact
 from oscarkv.artifact.files import library_version, write_atomically
+from oscarkv.calibration.budget import affordable
 from oscarkv.demo.run import book
 from oscarkv.evaluation.checkpoint import Checkpoint
 from oscarkv.evaluation.fidelity import Fidelity, evaluation_windows, measure_windows
 from oscarkv.evaluation.prepare import fit_artifacts, fit_methods
 from oscarkv.evaluation.sensitivity import measure_sensitivity
 from oscarkv.evaluation.subjects import Packed, Subject, simulate_artifact
-from oscarkv.evaluation.tune import tune
 from oscarkv.integrations.transformers import passes
+from oscarkv.integrations.transformers.geometry import describe
 from oscarkv.integrations.transformers.simulate import Windows
 from oscarkv.integrations.transformers.text import text_sha256
 from oscarkv.methods import named, needs, presets, simulations
@@ -200,16 +202,16 @@ class Lab:
         self.measure("ablation", subjects, self.plan.ablation)
 
     def robustness(self) -> None:
-        """The default recipe, calibrated on other text and on less of it."""
+        """One recipe, calibrated on other text and on less of it."""
         subjects = {}
         for one in self.plan.calibrations:
-            fitted = self.fit({"balanced": BALANCED}, one)
-            subjects[str(one)] = self.subject(fitted["balanced"])
+            fitted = self.fit({"uniform": UNIFORM}, one)
+            subjects[str(one)] = self.subject(fitted["uniform"])
         self.measure("robustness", subjects, self.plan.robustness)
 
     def split(self) -> None:
         """Keys and values apart, layer by layer (and head by head)."""
-        artifact = self.fit({"balanced": BALANCED})["balanced"]
+        artifact = self.fit({"uniform": UNIFORM})["uniform"]
         length, windows = self.plan.split
         parts = ["sides", "layers"] + (["heads"] if self.plan.heads else [])
         found = measure_sensitivity(
@@ -229,45 +231,30 @@ class Lab:
 
     def tuned(self) -> None:
         """Bits by layer: what the same memory buys when it goes where it helps."""
-        length, windows = self.plan.split
-        subjects: dict[str, Subject] = {}
-        fitted = self.fit({"balanced": BALANCED, "compact": COMPACT})
-        subjects |= {name: self.subject(artifact) for name, artifact in fitted.items()}
-        self.results["tuned-bits"] = {}
-        for budget in (2.2, 2.3, 2.5):
-            if fitted["compact"].bits() > budget:
-                continue
-            found = tune(
-                self.model,
-                self.tokenizer,
-                self.text("wiki-calibration"),
-                budget,
-                recipe=COMPACT,
-                tokens=self.plan.tokens,
-                calibration_length=self.plan.length,
-                length=length,
-                windows=windows,
-                keep=self.parts,
-                progress=self._progress,
-            )
-            subjects[f"compact tuned to {budget} bits"] = self.subject(found.artifact)
-            self.results["tuned-bits"][str(budget)] = {
-                str(layer): list(bits) for layer, bits in sorted(found.artifact.layer_bits.items())
-            }
-            predicted = ", ".join(f"{kl:.5f} {kind}" for kind, kl in found.predicted_kl.items())
-            self.say(f"tuned to {budget}: predicted {predicted}")
+        recipes = {"compact": COMPACT}
+        for budget in BUDGETS:
+            name = f"tuned to {budget} bits"
+            if affordable(COMPACT, self.dim(), self.layers(), budget) > 0:
+                recipes[name] = COMPACT.replace(budget=budget, name=name)
+        fitted = self.fit(recipes)
+        self.results["tuned-bits"] = {
+            name: {str(layer): list(bits) for layer, bits in sorted(a.layer_bits.items())}
+            for name, a in fitted.items()
+            if a.mixed
+        }
+        subjects = {name: self.subject(artifact) for name, artifact in fitted.items()}
         self.measure("tuned", subjects, self.plan.parts)
 
     def parts_section(self) -> None:
-        """What each part of `balanced` buys."""
-        recipes = parts_of_balanced()
+        """What each part of `uniform` buys."""
+        recipes = parts_of_uniform()
         half = recipes.pop("groups of half a head").replace(group_size=self.dim() // 2)
         recipes["groups of half a head"] = half
         subjects = {n: self.subject(a) for n, a in self.fit(recipes).items()}
         self.measure("parts", subjects, self.plan.parts)
 
     def windows(self) -> None:
-        artifact = self.fit({"balanced": BALANCED})["balanced"]
+        artifact = self.fit({"uniform": UNIFORM})["uniform"]
         subjects = {}
         for sink, recent in ((64, 256), *WINDOWS):
             recipe = artifact.recipe.replace(sink=sink, recent=recent)
@@ -284,19 +271,26 @@ class Lab:
     def positions(self) -> None:
         """Other mixtures of positions, at the short and at the longest length."""
         library = passes.position_offsets
-        artifacts = self.fit({"by context length": BALANCED})
+        artifacts = self.fit({"by context length": UNIFORM})
         for name, offsets in MIXTURES.items():
             passes.position_offsets = offsets
             try:  # the name is part of what is kept
-                recipe = BALANCED.replace(name=f"balanced, {name}")
+                recipe = UNIFORM.replace(name=f"uniform, {name}")
                 artifacts |= self.fit({name: recipe})
             finally:
                 passes.position_offsets = library
-        artifacts |= self.fit({"not averaged": BALANCED.replace(average_positions=False)})
+        artifacts |= self.fit({"not averaged": UNIFORM.replace(average_positions=False)})
         subjects = {n: self.subject(a) for n, a in artifacts.items()}
         self.measure("positions", subjects, self.plan.parts)
         for length, windows in self.plan.lengths[:1]:
             self.measure(f"positions-{length}", subjects, (length, windows), "long")
+
+    def layers(self) -> int:
+        return len(
+            describe(self.model).select(
+                quantize_sliding=False, skip_layers=(), skip_unsupported=True
+            )
+        )
 
     def dim(self) -> int:
         config = self.model.config.get_text_config()

@@ -28,7 +28,7 @@ plt.rcParams.update({"font.size": 11, "svg.hashsalt": "oscarkv", "svg.fonttype":
 SECTIONS = {
     "methods": (
         "Every method, the same windows",
-        "Sink 64 and recent 256 for all. `paired` is the difference of KL from `balanced`, window "
+        "Sink 64 and recent 256 for all. `paired` is the difference of KL from the first, window "
         "by window, with its standard error. In *italics* if rounded on dense tensors; of the "
         "others the packed cache itself is measured.",
     ),
@@ -43,7 +43,7 @@ SECTIONS = {
     ),
     "robustness": (
         "Calibration text",
-        "`balanced`, fitted to other text and to less of it; measured on the same windows. "
+        "`uniform`, fitted to other text and to less of it; measured on the same windows. "
         "*Alone*: without the general text.",
     ),
     "tuned": (
@@ -51,7 +51,7 @@ SECTIONS = {
         "`oscarkv tune`: the bits that `compact` leaves, given to the layers that need them.",
     ),
     "parts": ("What each part buys", "One thing changed at a time."),
-    "windows": ("Windows", "The transforms of `balanced`, with other windows."),
+    "windows": ("Windows", "The transforms of `uniform`, with other windows."),
     "positions": (
         "Positions",
         "What statistics are averaged over, at the calibration's own length.",
@@ -168,7 +168,7 @@ def axes_of(size: tuple[float, float]) -> tuple[plt.Figure, plt.Axes]:
 
 
 def colour(name: str) -> str:
-    if name.startswith(("balanced", "compact", "precise", "retrieval")):
+    if name.startswith(("balanced", "uniform", "compact", "precise", "retrieval")):
         return OURS
     return PUBLISHED if name.startswith("paper") else OTHERS
 
@@ -198,7 +198,13 @@ def draw_positions(record: dict[str, Any], path: Path) -> None:
     found = record[max(lengths, key=lambda k: record[k]["length"])] if lengths else None
     found = found or record["methods"]
     figure, axes = axes_of((9, 4))
-    styles = {"balanced": "-", "compact": "--", "precise": "-.", "retrieval": ":"}
+    styles = {
+        "balanced": "-",
+        "uniform": (0, (5, 1)),
+        "compact": "--",
+        "precise": "-.",
+        "retrieval": ":",
+    }
     for name, score in found["recipes"].items():
         if score["bits_128k"] > 8 or score["top1"] < COLLAPSED:
             continue
@@ -228,7 +234,7 @@ def draw_layers(record: dict[str, Any], path: Path) -> None:
         color=PUBLISHED,
         label="values",
     )
-    axes.set_xlabel("layer that alone is rounded, recipe balanced")
+    axes.set_xlabel("layer that alone is rounded, recipe uniform")
     axes.set_ylabel("KL")
     axes.legend(frameon=False)
     save(figure, path)

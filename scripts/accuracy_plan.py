@@ -14,12 +14,13 @@ from oscarkv.methods import simulations, transform
 from oscarkv.methods.balanced import centred_keys
 from oscarkv.recipe import Recipe
 
-BALANCED, COMPACT, PAPER = (Recipe.named(n) for n in ("balanced", "compact", "paper"))
+UNIFORM, COMPACT, PAPER = (Recipe.named(n) for n in ("uniform", "compact", "paper"))
 
 #: In the table of methods, in this order.
 PACKED = (
     "balanced",
     "compact",
+    "uniform",
     "precise",
     "retrieval",
     "paper",
@@ -64,41 +65,43 @@ for _power in (0.5, 0.75, 1.25):
     transform(f"balanced-{_power}", needs=("moments", "pairs"))(_mild(_power))
 
 
-def parts_of_balanced() -> dict[str, Recipe]:
+def parts_of_uniform() -> dict[str, Recipe]:
     """One thing changed at a time; what refined keys cannot be combined with, without them."""
     plain = {"key_gain": 0.0, "value_gain": 0.0}
-    even = BALANCED.replace(refine_keys=False)
+    even = UNIFORM.replace(refine_keys=False)
     return {
-        "balanced": BALANCED,
+        "uniform": UNIFORM,
         "keys not refined": even,
         "keys not turned to queries (Hadamard)": even.replace(key_transform="hadamard"),
         "no transform at all": even.replace(key_transform="identity", value_transform="identity"),
-        "positions not averaged": BALANCED.replace(average_positions=False),
+        "positions not averaged": UNIFORM.replace(average_positions=False),
         "means kept in (Hadamard)": even.replace(
             key_transform="hadamard", center=False, key_gain=0.0, value_gain=0.0
         ),
-        "without the gain": BALANCED.replace(**plain),
-        "gain 0.5 / 0.5": BALANCED.replace(key_gain=0.5, value_gain=0.5),
-        "gain 1 / 1": BALANCED.replace(key_gain=1.0, value_gain=1.0),
+        "without the gain": UNIFORM.replace(**plain),
+        "gain 0.5 / 0.5": UNIFORM.replace(key_gain=0.5, value_gain=0.5),
+        "gain 1 / 1": UNIFORM.replace(key_gain=1.0, value_gain=1.0),
         "min/max instead of least squares": even.replace(fit="minmax", **plain),
         "min/max clipped at .92": even.replace(
             fit="minmax", key_clip=0.92, value_clip=0.92, **plain
         ),
-        "16-bit parameters": BALANCED.replace(parameters="fp16"),
-        "8-bit parameters": BALANCED.replace(parameters="log8"),
+        "16-bit parameters": UNIFORM.replace(parameters="fp16"),
+        "8-bit parameters": UNIFORM.replace(parameters="log8"),
         "compact (symmetric, 8 bits)": COMPACT,
         "metric rounding": even.replace(metric_rounding=True),
         "compact, metric rounding": COMPACT.replace(metric_rounding=True, refine_keys=False),
         "milder transform, power 0.5": even.replace(key_transform="balanced-0.5"),
         "milder transform, power 0.75": even.replace(key_transform="balanced-0.75"),
         "stronger transform, power 1.25": even.replace(key_transform="balanced-1.25"),
-        "ridge 1e-3": BALANCED.replace(ridge=1e-3),
-        "ridge 1e-5": BALANCED.replace(ridge=1e-5),
+        "ridge 1e-3": UNIFORM.replace(ridge=1e-3),
+        "ridge 1e-5": UNIFORM.replace(ridge=1e-5),
         "groups of half a head": even.replace(group_size=32),  # set to d / 2 below
     }
 
 
-#: Sink and recent, with the transforms of `balanced`.
+#: Budgets of bits by layer.
+BUDGETS = (2.2, 2.3, 2.5)
+#: Sink and recent, with the transforms of `uniform`.
 WINDOWS = ((64, 64), (64, 128), (64, 512), (0, 256), (4, 256), (16, 256), (128, 256))
 #: In FP8, as many tokens and as many bytes as 64 and 256 in BF16.
 FP8_WINDOWS = ((64, 256), (128, 512))
@@ -118,7 +121,7 @@ MIXTURES = {"evenly up to the target": evenly, "half at the start": half_at_star
 
 @dataclass(frozen=True)
 class Calibration:
-    """A text that `balanced` is fitted to, and how much of it."""
+    """A text that a recipe is fitted to, and how much of it."""
 
     text: str
     tokens: int = 30000
@@ -150,6 +153,7 @@ class Plan:
     long_recipes: tuple[str, ...] = (
         "balanced",
         "compact",
+        "uniform",
         "precise",
         "retrieval",
         "paper",

@@ -54,7 +54,7 @@ def fidelity() -> None:
         names = sorted(recipes, key=lambda name: -recipes[name]["kl"])
         values = [recipes[name]["kl"] for name in names]
         colors = [
-            OURS if name in ("balanced", "compact", "precise", "retrieval") else OTHERS
+            OURS if name in ("balanced", "uniform", "compact", "precise", "retrieval") else OTHERS
             for name in names
         ]
         axes.barh(range(len(names)), values, color=colors)
@@ -72,11 +72,11 @@ def fidelity() -> None:
 
 
 def layers() -> None:
-    """Error of each layer's attention output, `balanced`."""
+    """Error of each layer's attention output, `uniform`."""
     figure, axes = plt.subplots(figsize=(9, 2.8))
     for title, (file, section) in MODELS.items():
         record = json.loads((DOCS / "results" / file).read_text())
-        recipe = record[section]["recipes"]["balanced"]
+        recipe = record[section]["recipes"]["uniform"]
         errors = {int(layer): error for layer, error in recipe["layer_errors"].items()}
         axes.plot(sorted(errors), [errors[i] for i in sorted(errors)], marker="o", label=title)
     axes.set_xlabel("layer")

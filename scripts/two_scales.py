@@ -2,7 +2,7 @@
 
     python scripts/two_scales.py MODEL --texts DIR --json docs/results/two-scales-NAME.json
 
-Fits `balanced`, `compact` and `precise` to `wiki-calibration.txt` of the directory that
+Fits `uniform`, `compact` and `precise` to `wiki-calibration.txt` of the directory that
 scripts/accuracy_texts.py makes, and measures them on windows of `wiki`, `botchan` and `essays`, and
 on passages of `wiki` that come twice, which the model then finds by looking them up. So for other
 gains of `precise`, and for other scales of its channels with two digits.
@@ -31,7 +31,7 @@ from oscarkv.evaluation.subjects import SIDES, Simulated, simulate_artifact
 from oscarkv.recipe import Recipe
 
 FORMAT = "oscarkv-two-scales-1"
-RECIPES = ("balanced", "compact", "precise")
+RECIPES = ("uniform", "compact", "precise")
 GAINS, SCALES = (0.75, 0.5), (0.5, 0.5625, 0.59375)
 #: Of the measured text: where the first passage begins, and how many passages apart they lie.
 FIRST_PASSAGE, PASSAGES_APART = 5000, 7

@@ -53,10 +53,10 @@ def test_the_paper_presets_are_the_published_ones() -> None:
 
 
 def test_the_presets_are_these() -> None:
-    ours = {"balanced", "compact", "precise", "retrieval"}
+    ours = {"balanced", "compact", "uniform", "precise", "retrieval"}
     published = {"paper", "paper-softmax", "paper-per-head"}
     assert set(presets()) >= ours | published | {"naive-int2", "quarot-int2", "bf16"}
-    assert presets()["balanced"] == Recipe()
+    assert presets()["uniform"] == Recipe()
     assert presets()["bf16"].exact
     assert len({(p.sink, p.recent) for p in presets().values()}) == 1  # compared like with like
 

@@ -16,8 +16,17 @@ MINMAX = {"fit": "minmax", "key_gain": 0.0, "value_gain": 0.0}
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_balanced_costs_at_most_2_3_bits_at_128k(head_dim: int) -> None:
-    assert 2.0 < Recipe().bits(head_dim) <= 2.3
+def test_ours_cost_at_most_2_3_bits_at_128k(head_dim: int) -> None:
+    for name in ("balanced", "compact", "uniform"):
+        assert 2.0 < Recipe.named(name).bits(head_dim) <= 2.3
+
+
+def test_a_budget_is_spent_in_calibration() -> None:
+    balanced, compact = Recipe.named("balanced"), Recipe.named("compact")
+    assert balanced.budget == 2.3
+    assert balanced.uniform == compact.replace(name="balanced")
+    assert balanced.bits(128) == compact.bits(128)
+    assert Recipe.from_json(balanced.to_json()) == balanced
 
 
 @pytest.mark.parametrize(
@@ -25,8 +34,8 @@ def test_balanced_costs_at_most_2_3_bits_at_128k(head_dim: int) -> None:
     [
         ("paper", 128, 2.284),
         ("paper", 64, 2.533),
-        ("balanced", 128, 2.284),
-        ("balanced", 64, 2.283),
+        ("uniform", 128, 2.284),
+        ("uniform", 64, 2.283),
         ("compact", 128, 2.096),
         ("compact", 64, 2.159),
         ("paper-softmax", 128, 2.533),
@@ -109,7 +118,7 @@ def test_what_refined_keys_contradict_is_taken_without_them(knobs: dict) -> None
 
 
 def test_ours_refine_keys_of_2_and_3_bits_and_no_others_do() -> None:
-    ours = {"balanced", "compact", "precise", "retrieval"}
+    ours = {"balanced", "compact", "uniform", "precise", "retrieval"}
     assert {name for name, recipe in presets().items() if recipe.refined} == ours
     assert [Recipe(key_bits=bits).refined for bits in CODE_BITS] == [True, True, False]
     even = Recipe(refine_keys=False)

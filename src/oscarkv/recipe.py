@@ -15,6 +15,8 @@ from typing import Any
 from oscarkv.errors import RecipeError
 
 EXACT_BITS = 16
+#: The context at which bits are quoted and budgets hold.
+NOMINAL_LENGTH = 131072
 CODE_BITS = (2, 3, 4)
 #: Keys of these bits can be refined; with 4, a quarter of the channels is better kept than refined.
 REFINED_BITS = (2, 3)
@@ -30,15 +32,18 @@ VALUE_TARGETS = ("diag-scores", "softmax", "values")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One way to keep a KV cache small. The defaults are the `balanced` preset."""
+    """One way to keep a KV cache small. The defaults are the `uniform` preset."""
 
-    name: str = "balanced"
+    name: str = "uniform"
 
     # Storage.
     key_bits: int = 2
     value_bits: int = 2
     group_size: int | None = None  # channels that share parameters; None: the whole head
     parameters: str = "auto"  # fp16 from head_dim 128 on, log8 below: at most 2.3 bits at 128K
+    #: Bits an element at 128K that layers may take on average: calibration gives those that lose
+    #: most a third bit. None: all layers have the bits above.
+    budget: float | None = None
 
     # Tokens kept exact: the first `sink` and the last `recent`, the query's own included.
     sink: int = 64
@@ -94,6 +99,11 @@ class Recipe:
         """The same with the same bits for all channels of keys."""
         return self.replace(refine_keys=False, split_scales=False)
 
+    @property
+    def uniform(self) -> Recipe:
+        """The same with the same bits in all layers."""
+        return self.replace(budget=None)
+
     def parameter_format(self, head_dim: int) -> str:
         if self.parameters != "auto":
             return self.parameters
@@ -118,8 +128,9 @@ class Recipe:
         codes = (self.key_bits + self.value_bits) / 2
         return codes + per_group * self.groups(head_dim) / head_dim
 
-    def bits(self, head_dim: int, length: int = 131072) -> float:
-        """Bits per element at a context length: history plus exact windows (the paper's count)."""
+    def bits(self, head_dim: int, length: int = NOMINAL_LENGTH) -> float:
+        """Bits per element at a context length: history plus exact windows (the paper's count).
+        Without what a budget adds: an artifact knows that."""
         exact = min(self.sink + self.recent, length) / length
         return self.history_bits(head_dim) * (1 - exact) + EXACT_BITS * exact
 
@@ -185,6 +196,8 @@ class Recipe:
             value = getattr(self, knob)
             if not isinstance(value, int) or value < 0:
                 self._refuse(f"{knob} is {value!r}; use a whole number of tokens, 0 or more")
+        if self.budget is not None and (self.exact or self.fit != "least-squares"):
+            self._refuse("a budget is for codes by least squares; set budget=None")
         if self.recent < 1:
             self._refuse("recent is 0; the newest token is always exact, use 1 or more")
 

@@ -218,7 +218,7 @@ def test_a_made_model_is_one(tmp_path: Path) -> None:
     from oscarkv.integrations.serving.fit import geometry_of
     from oscarkv.integrations.transformers.models import load_config
 
-    model, file = geometry.make_model("tiny", tmp_path, Recipe.named("balanced"))
+    model, file = geometry.make_model("tiny", tmp_path, Recipe.named("uniform"))
     artifact = load_artifact(file)  # checks inverses
     artifact.model.require_match(geometry_of(load_config(model), str(model)).identity)
     assert len(artifact.layers) == 2

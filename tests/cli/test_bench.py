@@ -64,17 +64,25 @@ def test_options(run: Run, tmp_path: Path) -> None:
 def test_another_recipe(run: Run, tmp_path: Path, refuses: Callable[..., str]) -> None:
     """Its rows are shorter, and the record says whose they are."""
     sizes = {}
-    for recipe in ("balanced", "compact"):
+    for recipe in ("balanced", "uniform"):
         out = tmp_path / f"{recipe}.json"
         options = ("--only", "decode", "--no-dense", "--recipe", recipe, "--json", out)
         result = run("bench", "kernels", *options)
         assert result.exit_code == 0, result.output
         record = json.loads(out.read_text())
         sizes[recipe] = record["cases"][0]["bytes"]
-        assert ("compact" in record["cases"][0]["name"]) == (recipe == "compact")
-        assert ("--recipe compact" in record["command"]) == (recipe == "compact")
-    assert sizes["compact"] < sizes["balanced"]
+        assert ("uniform" in record["cases"][0]["name"]) == (recipe == "uniform")
+        assert ("--recipe uniform" in record["command"]) == (recipe == "uniform")
+    assert sizes["balanced"] < sizes["uniform"]
     assert "packs nothing" in refuses("bench", "kernels", "--recipe", "bf16")
+    out = tmp_path / "more.json"
+    options = ("--only", "decode", "--no-dense", "--bits", "3,2", "--json", out)
+    assert run("bench", "kernels", *options).exit_code == 0
+    record = json.loads(out.read_text())
+    assert "balanced 3,2" in record["cases"][0]["name"]
+    assert "--bits 3,2" in record["command"]
+    assert record["cases"][0]["bytes"] > sizes["balanced"]
+    assert "--bits 3: two numbers" in refuses("bench", "kernels", "--bits", "3")
 
 
 def test_refusals(refuses: Callable[..., str], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_inspect(run: Run, artifact: Path) -> None:
     assert "cond(A)" in shown
 
     facts = json.loads(run("inspect", artifact, "--json").stdout)
-    assert facts["recipe"] == "balanced"
+    assert facts["recipe"] == "uniform"
     assert facts["knobs"] == {}
     assert set(facts["bits"]) == {"4096", "8192", "32768", "131072"}
     layer = facts["layers"][0]
@@ -108,15 +108,15 @@ def test_fidelity(
     out = tmp_path / "fidelity.json"
     result = run(
         "eval", "fidelity", tiny, "--text", other_text, "--artifact", artifact,
-        "--recipes", "balanced,paper,bf16", "--calibration-text", text, "--tokens", 1300,
+        "--recipes", "uniform,paper,bf16", "--calibration-text", text, "--tokens", 1300,
         "--calibration-length", 640, "--length", 640, "--windows", 2, "--json", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert written["format"] == "oscarkv-fidelity-1"
     assert written["model"] == "tiny"
-    # The artifact is balanced too, so it goes by the name of its file.
-    assert set(written["recipes"]) == {"tiny", "balanced", "paper", "bf16"}
+    # The artifact is uniform too, so it goes by the name of its file.
+    assert set(written["recipes"]) == {"tiny", "uniform", "paper", "bf16"}
     fields = {"kl", "kl_se", "top1", "ppl_ratio", "bits_128k", "bits_actual"}
     assert fields <= set(written["recipes"]["paper"])
     assert written["recipes"]["bf16"]["top1"] == 1.0

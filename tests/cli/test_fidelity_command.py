@@ -48,7 +48,7 @@ def test_recipes_methods_lengths_and_parts(
 
 def test_tune(run: Run, tiny: Path, text: Path, other_text: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.safetensors"
-    arguments = ["tune", tiny, "--text", text, *FIT, "--length", 700, "--windows", 1]
+    arguments = ["tune", tiny, "--text", text, *FIT, "--length", 960, "--windows", 1]
     result = run(*arguments, "--bits", 2.8, "-o", out)
     assert result.exit_code == 0, result.output
     assert "layers with more bits" in result.stdout
@@ -84,8 +84,11 @@ def test_refusals(
     out = tmp_path / "a.safetensors"
     line = refuses("calibrate", tiny, "--text", text, "--recipe", "kivi-2bit", "-o", out)
     assert "'kivi-2bit' is simulated" in line
-    line = refuses("tune", tiny, "--text", text, "-o", out, "--bits", 2.0, *FIT, "--length", 700)
+    line = refuses("tune", tiny, "--text", text, "-o", out, "--bits", 2.0, *FIT, "--length", 960)
     assert "--bits 2.0: recipe 'compact' takes" in line
+    line = refuses("tune", tiny, "--text", text, "-o", out, *FIT, "--length", 700)
+    assert "--length 700" in line
+    assert "the 320 exact tokens; take 960 or more" in line
     assert not out.exists()
 
 

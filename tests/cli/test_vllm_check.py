@@ -57,7 +57,7 @@ def test_what_fits_is_counted(run: Run, tiny: Path, artifact: Path) -> None:
 def test_text(run: Run, tiny: Path, artifact: Path) -> None:
     result = run("vllm", "check", tiny, "--artifact", artifact, "--memory", 1, "--recent", 128)
     assert result.exit_code == 0
-    for part in ("vLLM 0.32.0", "2 KV heads of 16", "balanced for tiny", "all 2 are packed",
+    for part in ("vLLM 0.32.0", "2 KV heads of 16", "uniform for tiny", "all 2 are packed",
                  "predicted relative error", "oscarkv bench serving"):  # fmt: skip
         assert part in result.stdout
     last = result.stdout.strip().splitlines()[-1]
@@ -256,8 +256,9 @@ def test_an_artifact_of_tune(run: Run, tiny: Path, artifact: Path, tmp_path: Pat
     assert answer["plain_tokens"] == even["plain_tokens"]
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     sliding = changed(tiny, tmp_path / "sliding", **kinds)
-    line = problems(found(run, sliding, "--artifact", tmp_path / "mixed", code=1))[0]
-    assert "which it cannot have beside oscarkv's" in line
+    beside = found(run, sliding, "--artifact", tmp_path / "mixed")
+    assert "2 a key and 2 a value in all layers" in json.dumps(beside)
+    assert beside["history_bits_per_element"] == even["history_bits_per_element"]
 
 
 def test_a_model_with_mla(run: Run, tiny: Path, artifact: Path, tmp_path: Path) -> None:

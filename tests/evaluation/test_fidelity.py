@@ -13,6 +13,7 @@ from oscarkv import Artifact, OscarCache, Recipe
 from oscarkv.errors import OscarError
 from oscarkv.evaluation import fidelity
 from oscarkv.evaluation.fidelity import Fidelity, measure_fidelity
+from oscarkv.integrations.transformers.predictions import log_probabilities
 
 LENGTH, FIRST = 96, 40
 
@@ -37,7 +38,7 @@ def measured(model: Any, found: dict[str, Artifact], **options: Any) -> Fidelity
 def test_figures_against_token_by_token_decoding() -> None:
     """`strict` reads a window whole, and still sees what decoding would see."""
     model = tiny.model()
-    found = artifacts(model, "balanced", "naive-int2")
+    found = artifacts(model, "uniform", "naive-int2")
     result = measured(model, found)
     sequences = fidelity.evaluation_windows(
         model, tiny.tokenizer(), [tiny.text(700, seed=5)], LENGTH, 3
@@ -65,21 +66,21 @@ def test_figures_against_token_by_token_decoding() -> None:
 
 def test_bf16_is_nearly_exact_and_int2_is_not() -> None:
     model = tiny.model()
-    result = measured(model, artifacts(model, "bf16", "balanced", "naive-int2"))
-    exact, ours, naive = (result.recipes[n] for n in ("bf16", "balanced", "naive-int2"))
+    result = measured(model, artifacts(model, "bf16", "uniform", "naive-int2"))
+    exact, ours, naive = (result.recipes[n] for n in ("bf16", "uniform", "naive-int2"))
     assert 0 <= exact.kl < 2e-4
     assert exact.top1 > 0.97
     assert exact.ppl_ratio == pytest.approx(1, abs=1e-2)
     assert exact.kl * 20 < ours.kl < naive.kl
     assert exact.bits_128k == 16
-    assert ours.bits_128k == pytest.approx(Recipe.named("balanced", **tiny.SMALL).bits(32))
+    assert ours.bits_128k == pytest.approx(Recipe.named("uniform", **tiny.SMALL).bits(32))
     assert ours.bits_actual > ours.bits_128k
     assert exact.bits_actual >= 16
 
 
 def test_the_file(tmp_path: Path) -> None:
     model = tiny.model()
-    result = measured(model, artifacts(model, "balanced"))
+    result = measured(model, artifacts(model, "uniform"))
     result.save(tmp_path / "f.json")
 
     def refuse(constant: str) -> None:
@@ -91,32 +92,32 @@ def test_the_file(tmp_path: Path) -> None:
     assert saved["model"]
     assert len(saved["text_sha256"]) == 64
     needed = {"kl", "kl_se", "top1", "ppl_ratio", "bits_128k", "bits_actual"}
-    assert needed <= saved["recipes"]["balanced"].keys()
-    assert all(isinstance(saved["recipes"]["balanced"][key], float) for key in needed)
+    assert needed <= saved["recipes"]["uniform"].keys()
+    assert all(isinstance(saved["recipes"]["uniform"][key], float) for key in needed)
 
 
 def test_what_is_unknown_is_null(tmp_path: Path) -> None:
     model = tiny.model()
-    result = measured(model, artifacts(model, "balanced"), windows=1, length=48)
-    assert math.isnan(result.recipes["balanced"].kl_se)  # one block of one window
+    result = measured(model, artifacts(model, "uniform"), windows=1, length=48)
+    assert math.isnan(result.recipes["uniform"].kl_se)  # one block of one window
     result.save(tmp_path / "f.json")
-    assert json.loads((tmp_path / "f.json").read_text())["recipes"]["balanced"]["kl_se"] is None
+    assert json.loads((tmp_path / "f.json").read_text())["recipes"]["uniform"]["kl_se"] is None
 
 
 def test_deterministic() -> None:
     model = tiny.model()
-    found = artifacts(model, "balanced")
+    found = artifacts(model, "uniform")
     assert measured(model, found) == measured(model, found)
 
 
 def test_chunks_read_more_exactly_than_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
-    found = artifacts(model, "balanced")
-    strict = measured(model, found).recipes["balanced"].kl
+    found = artifacts(model, "uniform")
+    strict = measured(model, found).recipes["uniform"].kl
     monkeypatch.setattr(fidelity, "CHUNK", 32)
     chunked = measured(model, found, strict=False)
     assert not chunked.strict
-    assert 0 < chunked.recipes["balanced"].kl < strict
+    assert 0 < chunked.recipes["uniform"].kl < strict
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2", "cohere2"])
@@ -124,7 +125,7 @@ def test_logits_are_the_models_own(name: str) -> None:
     model = tiny.model(name)
     ids = tiny.tokens(1, 60)
     hidden = model.base_model(input_ids=ids).last_hidden_state[0]
-    found = fidelity._log_probabilities(model, hidden)
+    found = log_probabilities(model, hidden)
     torch.testing.assert_close(found, tiny.logits(model, ids)[0].float().log_softmax(-1))
 
 

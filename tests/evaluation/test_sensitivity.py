@@ -41,7 +41,7 @@ def measured(model: Any, subjects: dict[str, Any], **options: Any) -> Any:
 
 def test_simulated_and_packed_have_the_same_figures() -> None:
     model = tiny.model()
-    artifact = tiny.quick_calibrate(model, Recipe.named("balanced", **tiny.SMALL))
+    artifact = tiny.quick_calibrate(model, Recipe.named("uniform", **tiny.SMALL))
     both = {"packed": Packed(artifact), "simulated": simulate_artifact(artifact, model.device)}
     result = measured(model, both)
     packed, simulated = result.recipes["packed"], result.recipes["simulated"]
@@ -80,7 +80,7 @@ def test_parts_of_a_subject() -> None:
 
 def test_positions_and_paired_differences() -> None:
     model = tiny.model()
-    worse, better = subject(model), subject(model, "balanced")
+    worse, better = subject(model), subject(model, "uniform")
     result = measured(model, {"worse": worse, "better": better}, windows=3)
     assert result.paired_with == "worse"
     first, second = result.recipes["worse"], result.recipes["better"]
@@ -98,7 +98,7 @@ def test_positions_and_paired_differences() -> None:
 
 def test_simulated_methods_are_measured_beside_recipes(tmp_path: Path) -> None:
     model = tiny.model()
-    wanted = [named(n) for n in ("kivi-2bit", "kvquant-3bit", "naive-int2-alone", "balanced")]
+    wanted = [named(n) for n in ("kivi-2bit", "kvquant-3bit", "naive-int2-alone", "uniform")]
     subjects = prepare(
         model, tiny.tokenizer(), wanted, [tiny.text(4000)], tokens=1500, length=500, keep=tmp_path
     )
@@ -109,7 +109,7 @@ def test_simulated_methods_are_measured_beside_recipes(tmp_path: Path) -> None:
     again = prepare(  # from the directory
         model, tiny.tokenizer(), wanted, [tiny.text(4000)], tokens=1500, length=500, keep=tmp_path
     )
-    assert again["balanced"].digest == subjects["balanced"].digest
+    assert again["uniform"].digest == subjects["uniform"].digest
     assert again["kvquant-3bit"].digest == subjects["kvquant-3bit"].digest
     with pytest.raises(OscarError, match="measured strictly only"):
         measured(model, {"k": subjects["kivi-2bit"]}, strict=False)
@@ -124,7 +124,7 @@ def test_what_is_finished_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model()
-    subjects = {"naive": subject(model), "balanced": subject(model, "balanced")}
+    subjects = {"naive": subject(model), "uniform": subject(model, "uniform")}
 
     class Stop(Exception):
         pass
@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_checkpoint_values_are_json(tmp_path: Path) -> None:
     store = Checkpoint(tmp_path)
-    store.put("a", {"x": [1.5, None]})
+    store["a"] = {"x": [1.5, None]}
     assert json.loads((tmp_path / FILE).read_text()) == {"key": "a", "value": {"x": [1.5, None]}}
-    assert Checkpoint(tmp_path).get("a") == {"x": [1.5, None]}
+    assert Checkpoint(tmp_path)["a"] == {"x": [1.5, None]}
     assert len(Checkpoint()) == 0

@@ -29,7 +29,7 @@ class TinyModel:
     """A model directory and an artifact file."""
 
     def __init__(
-        self, folder: Path, architecture: str = "llama", recipe: str = "balanced", **shape: Any
+        self, folder: Path, architecture: str = "llama", recipe: str = "uniform", **shape: Any
     ) -> None:
         import tiny
 
@@ -48,27 +48,19 @@ class TinyModel:
         made = tiny.quick_calibrate(model, knobs, skip_unsupported=True)
         oscarkv.save_artifact(made, self.artifact)
 
-    def give_bits(self, chosen: dict[Any, int]) -> None:
-        """Write the artifact anew, with these bits for (layer, side), as `oscarkv tune` does."""
-        import tiny
+    def give_bits(self, layer_bits: dict[int, tuple[int, int]]) -> None:
+        """Write the artifact anew, with these bits of keys and values in some layers."""
+        made = oscarkv.load_artifact(self.artifact).with_bits(layer_bits)
+        oscarkv.save_artifact(made, self.artifact)
 
-        from oscarkv.evaluation.tune import assemble
-
-        recipe = oscarkv.load_artifact(self.artifact).recipe
-        by_bits = {
-            bits: tiny.quick_calibrate(
-                self.model, recipe.replace(key_bits=bits, value_bits=bits), skip_unsupported=True
-            )
-            for bits in (2, 3, 4)
-        }
-        every = {(layer, side): 2 for layer in by_bits[2].layers for side in ("keys", "values")}
-        oscarkv.save_artifact(assemble(by_bits, every | chosen), self.artifact)
-
-    def oracle(self, prompts: list[list[int]], new: int = 24) -> list[list[int]]:
-        """Tokens of `OscarCache` in strict mode."""
+    def oracle(
+        self, prompts: list[list[int]], new: int = 24, artifact: Any = None
+    ) -> list[list[int]]:
+        """Tokens of `OscarCache` in strict mode, with another artifact than the model's own if one
+        is given."""
         made = []
         for prompt in prompts:
-            cache = oscarkv.OscarCache(self.model, self.artifact, strict=True)
+            cache = oscarkv.OscarCache(self.model, artifact or self.artifact, strict=True)
             ids = torch.tensor([prompt])
             out = self.model.generate(
                 ids,

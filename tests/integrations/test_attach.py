@@ -27,7 +27,7 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], attentio
 
 
 @pytest.mark.parametrize("name", FOLDABLE)
-@pytest.mark.parametrize("recipe", ["balanced", "paper"])
+@pytest.mark.parametrize("recipe", ["uniform", "paper"])
 def test_folding_keeps_the_function(name: str, recipe: str) -> None:
     model, artifact, ids = tiny.model(name), tiny.calibrated(name, recipe), tiny.tokens(1, 52)
     before, attention = state(model), model.config._attn_implementation

@@ -95,7 +95,7 @@ def test_unknown_backends_are_refused() -> None:
 
 def test_a_step_is_one_plan_and_one_write_a_layer() -> None:
     model = tiny.model()
-    artifact = tiny.quick_calibrate(model, Recipe.named("balanced", sink=4, recent=32))
+    artifact = tiny.quick_calibrate(model, Recipe.named("uniform", sink=4, recent=32))
     cache, stock = OscarCache(model, artifact), OscarCache(model, artifact)
     cache.backend = backend = Recorder()
     ids = tiny.tokens(2, 60)

@@ -15,7 +15,7 @@ WINDOWS = {"sink": 4, "recent": 32}
 @pytest.fixture(scope="module")
 def attached() -> tuple[Any, Artifact]:
     model = tiny.model()
-    return model, tiny.quick_calibrate(model, Recipe.named("balanced", **WINDOWS))
+    return model, tiny.quick_calibrate(model, Recipe.named("uniform", **WINDOWS))
 
 
 def make(attached: tuple[Any, Artifact], held: bool) -> OscarCache:

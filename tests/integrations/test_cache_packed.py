@@ -45,17 +45,17 @@ def padded_logits(
 
 
 RECIPES = {
-    "balanced": {},
+    "uniform": {},
     "compact": {},
     "precise": {},
     "retrieval": {},
     "paper": {},
     "paper-softmax": {"group_size": 16},
     "naive-int2": {},
-    "balanced-even": {"refine_keys": False},
-    "balanced-metric": {"metric_rounding": True, "refine_keys": False},
-    "balanced-k3v4": {"key_bits": 3, "value_bits": 4},
-    "balanced-fp16": {"parameters": "fp16"},
+    "uniform-even": {"refine_keys": False},
+    "uniform-metric": {"metric_rounding": True, "refine_keys": False},
+    "uniform-k3v4": {"key_bits": 3, "value_bits": 4},
+    "uniform-fp16": {"parameters": "fp16"},
     "bf16": {},
 }
 
@@ -64,7 +64,7 @@ RECIPES = {
 def test_decode_agrees_with_strict_prefill(name: str) -> None:
     model, ids = tiny.model(), tiny.tokens(2, 60)
     recipe = Recipe.named(
-        "balanced" if name.startswith("balanced") else name, **tiny.SMALL, **RECIPES[name]
+        "uniform" if name.startswith("uniform") else name, **tiny.SMALL, **RECIPES[name]
     )
     artifact = tiny.quick_calibrate(model, recipe)
     whole = tiny.logits(model, ids, OscarCache(model, artifact, strict=True))
@@ -200,7 +200,7 @@ def test_two_caches_of_one_model_do_not_mix() -> None:
     for start in range(0, 50, 5):
         for row, cache in enumerate((first, second)):
             parts[row].append(tiny.logits(model, ids[row : row + 1, start : start + 5], cache))
-    for row, recipe in enumerate(("balanced", "paper")):
+    for row, recipe in enumerate(("uniform", "paper")):
         cache = OscarCache(model, tiny.calibrated(recipe=recipe))
         inputs = {"ids": ids[row : row + 1], "attention_mask": torch.ones(1, 50).long()}
         expected = padded_logits(model, inputs, cache, list(range(5, 50, 5)))

@@ -24,7 +24,7 @@ from oscarkv.integrations.transformers.text import (
     text_sha256,
 )
 
-BALANCED = Recipe.named("balanced", **tiny.SMALL)
+UNIFORM = Recipe.named("uniform", **tiny.SMALL)
 
 
 def same(one: Artifact, other: Artifact) -> bool:
@@ -36,7 +36,7 @@ def same(one: Artifact, other: Artifact) -> bool:
 
 
 def run(model: Any, texts: list[str], **options: Any) -> Artifact:
-    knobs: dict[str, Any] = {"recipe": BALANCED, "tokens": 400, "length": 96, "target_length": 512}
+    knobs: dict[str, Any] = {"recipe": UNIFORM, "tokens": 400, "length": 96, "target_length": 512}
     return calibrate(model, tiny.tokenizer(), texts, **(knobs | options))
 
 
@@ -83,7 +83,7 @@ def test_one_text_is_one_document() -> None:
 
 def test_recipes_together_are_as_alone() -> None:
     model = tiny.model()
-    recipes = [Recipe.named(n, **tiny.SMALL) for n in ("balanced", "paper", "quarot-int2", "bf16")]
+    recipes = [Recipe.named(n, **tiny.SMALL) for n in ("uniform", "paper", "quarot-int2", "bf16")]
     recipes.append(recipes[0].replace(name="wide", recent=16))
     knobs: dict[str, Any] = {"tokens": 400, "length": 96, "target_length": 512}
     found = calibrate_many(model, tiny.tokenizer(), [tiny.text()], recipes=recipes, **knobs)
@@ -145,7 +145,7 @@ def test_lengths_beyond_the_context() -> None:
     with pytest.raises(CalibrationError, match="too short"):
         run(model, [tiny.text()], length=1)
     short = tiny.model(max_position_embeddings=128)  # the default is cut to the context
-    artifact = calibrate(short, tiny.tokenizer(), [tiny.text()], recipe=BALANCED, tokens=400)
+    artifact = calibrate(short, tiny.tokenizer(), [tiny.text()], recipe=UNIFORM, tokens=400)
     assert artifact.calibration["length"] == 128
 
 
@@ -269,7 +269,7 @@ def test_general_text_counts_beside_the_given() -> None:
 
 def test_published_recipes_see_the_given_text_alone() -> None:
     model, paper = tiny.model(), Recipe.named("paper-softmax", group_size=None, **tiny.SMALL)
-    recipes = [BALANCED, paper]
+    recipes = [UNIFORM, paper]
     knobs: dict[str, Any] = {"tokens": 400, "length": 96, "target_length": 512}
     beside = calibrate_many(model, tiny.tokenizer(), [tiny.text()], recipes=recipes, **knobs)[1]
     assert same(beside, run(model, [tiny.text()], recipe=paper, general=False))
@@ -315,7 +315,7 @@ def test_general_text_is_left_out_where_windows_are_longer(monkeypatch: pytest.M
     short = ("one two three " * 4,)  # 56 tokens, less than the windows
     monkeypatch.setattr(calibration, "general_texts", lambda: short)
     model, text = tiny.model(), tiny.text()
-    recipe = BALANCED.replace(recent=128)
+    recipe = UNIFORM.replace(recent=128)
     knobs: dict[str, Any] = {"recipe": recipe, "length": 512, "tokens": 1500}
     blended, alone = run(model, [text], **knobs), run(model, [text], general=False, **knobs)
     assert "general_sha256" not in blended.calibration
@@ -333,7 +333,7 @@ def test_refined_keys_that_lose_in_most_heads_are_warned_of(
     layer: Any = SimpleNamespace(errors=torch.tensor([errors, [0.0] * 3]))
     check: Any = SimpleNamespace(unrefined_errors=torch.ones(3))
     with caplog.at_level(logging.INFO):
-        passes._report_refining(BALANCED.replace(key_bits=bits), {0: layer}, {0: check})
+        passes._report_refining(UNIFORM.replace(key_bits=bits), {0: layer}, {0: check})
     (said,) = caplog.records
     assert (said.levelno == logging.WARNING) == warned
     assert ("refine_keys=false" in said.getMessage()) == warned

@@ -175,13 +175,13 @@ def model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.floa
 
 
 def quick_calibrate(made: Any, recipe: Recipe | None = None, **options: Any) -> Artifact:
-    recipe = recipe or Recipe.named("balanced", **SMALL)
+    recipe = recipe or Recipe.named("uniform", **SMALL)
     knobs: dict[str, Any] = {"tokens": 400, "length": 96, "target_length": 512, "general": False}
     return calibrate(made, tokenizer(), [text()], recipe=recipe, **(knobs | options))
 
 
 @cache
-def calibrated(name: str = "llama", recipe: str = "balanced", windows: str = "small") -> Artifact:
+def calibrated(name: str = "llama", recipe: str = "uniform", windows: str = "small") -> Artifact:
     """One artifact per model and recipe; models of a name always have the same weights."""
     sizes = SMALL if windows == "small" else LARGE
     small = quick_calibrate(

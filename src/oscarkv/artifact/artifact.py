@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from oscarkv.codec.encode import REFINED_SCALE
 from oscarkv.errors import ArtifactError, ModelMismatchError
-from oscarkv.recipe import CODE_BITS, Recipe
+from oscarkv.recipe import CODE_BITS, NOMINAL_LENGTH, Recipe
 
 #: What is written: artifacts whose layers differ in bits are format 2, those with refined keys
 #: format 3, with split scales 4, with refined keys of 3 bits 5. Older readers refuse them rather
@@ -163,6 +165,34 @@ class Artifact:
         keys, values = self.layer_bits[layer]
         return self.recipe.replace(key_bits=keys, value_bits=values)
 
+    def with_bits(self, layer_bits: Mapping[int, tuple[int, int]]) -> Artifact:
+        """The same transforms with other bits in some layers, those of the recipe in all others.
+
+        What is stored does not depend on the bits of a code, only what reads two digits does.
+        Errors on held-back text are then unknown.
+        """
+        base = (self.recipe.key_bits, self.recipe.value_bits)
+        layers, changed = dict(self.layers), {}
+        for index, layer in self.layers.items():
+            before, bits = self.layer_recipe(index), layer_bits.get(index, base)
+            after = self.recipe.replace(key_bits=bits[0], value_bits=bits[1])
+            if bits != base:
+                changed[index] = bits
+            errors = layer.errors.clone()
+            if before.value_bits != after.value_bits:
+                errors[1] = math.nan
+            query = layer.query
+            if before.key_bits != after.key_bits:
+                errors[0] = math.nan
+                if before.refined != after.refined:
+                    raise ArtifactError(
+                        f"layer {index}: keys were fitted for {before.key_bits} bits, "
+                        f"and those of {after.key_bits} need another transform"
+                    )
+                query = reader_of(layer.key.double(), after).float().contiguous()
+            layers[index] = replace(layer, query=query, errors=errors)
+        return replace(self, layers=layers, layer_bits=changed)
+
     @property
     def refines_wide_keys(self) -> bool:
         """Whether some layer has refined keys of more than 2 bits."""
@@ -175,7 +205,7 @@ class Artifact:
         dim = self.model.head_dim
         return sum(self.layer_recipe(i).history_bits(dim) for i in self.layers) / len(self.layers)
 
-    def bits(self, length: int = 131072) -> float:
+    def bits(self, length: int = NOMINAL_LENGTH) -> float:
         """Bits an element at a context length, on average over the packed layers, as
         `Recipe.bits`. Of other layers an artifact does not know what they hold: all tokens in full
         precision, a sliding window, or no keys and values at all."""

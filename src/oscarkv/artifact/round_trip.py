@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from oscarkv.artifact.artifact import LayerTransforms
 from oscarkv.codec import RowCodec
 from oscarkv.codec.parameters import bases
 from oscarkv.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class AsRead:
+    """One layer's rounding, as a function of its keys and of its values."""
+
+    layer: LayerTransforms
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, layer: LayerTransforms, recipe: Recipe, device: torch.device) -> AsRead:
+        there = {name: tensor.to(device) for name, tensor in layer.tensors().items()}
+        return cls(LayerTransforms(**there), recipe)
+
+    def keys(self, keys: Tensor) -> Tensor:
+        return keys_as_read(keys, self.layer, self.recipe)
+
+    def values(self, values: Tensor) -> Tensor:
+        return values_as_read(values, self.layer, self.recipe)
 
 
 def keys_as_read(keys: Tensor, layer: LayerTransforms, recipe: Recipe) -> Tensor:

@@ -12,7 +12,7 @@ from oscarkv.codec import PageLayout
 from oscarkv.recipe import Recipe
 
 #: The recipe that is timed unless another is named; the windows are those of every recipe's preset.
-RECIPE = Recipe()
+RECIPE = Recipe.named("balanced")
 PAGE_SIZE = 64
 #: Of queries, keys, values and windows.
 ELEMENT_BYTES = 2

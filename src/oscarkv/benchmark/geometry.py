@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from oscarkv.artifact import Artifact, LayerTransforms, ModelIdentity, reader_of, save_artifact
+from oscarkv.calibration.budget import SIDES, affordable, with_more
 from oscarkv.errors import OscarError
 from oscarkv.recipe import Recipe
 
@@ -112,4 +113,10 @@ def random_artifact(name: str, config: dict[str, Any], recipe: Recipe, seed: int
         rope="",
         fingerprint="",
     )
-    return Artifact(identity, recipe, {index: layer() for index in range(layers)})
+    made = Artifact(identity, recipe, {index: layer() for index in range(layers)})
+    if recipe.budget is None:
+        return made
+    # As many parts with a bit more as the budget has room for: both sides of layers all over.
+    count = max(0, affordable(recipe, dim, layers, recipe.budget))
+    fuller = [index * layers // max(1, count // 2) for index in range(count // 2)]
+    return with_more(made, [(index, side) for index in fuller for side in SIDES])

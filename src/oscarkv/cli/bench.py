@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from oscarkv.kernels import AttentionBackend
+    from oscarkv.recipe import Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: of the kernels, of a server.")
 
@@ -50,6 +51,9 @@ def kernels(
         bool, typer.Option("--dense/--no-dense", help="Time BF16 attention too, and compare.")
     ] = True,
     recipe: Annotated[str, typer.Option(help="Whose packed format is timed.")] = "balanced",
+    bits: Annotated[
+        str, typer.Option(metavar="K,V", help="Other bits, as some layers have: 3,2 or 3,3, say.")
+    ] = "",
 ) -> None:
     """Time write, decode and prefill of one layer, over batch, context and geometry.
 
@@ -61,7 +65,7 @@ def kernels(
     """
     if json_file is not None:
         options.require_writable(json_file)
-    timed = options.parse_recipe(recipe)
+    timed = _with_bits(options.parse_recipe(recipe), bits)
     if timed.exact:
         raise OscarError(f"recipe {recipe!r} packs nothing; --recipe balanced or compact, say")
 
@@ -82,7 +86,7 @@ def kernels(
         device,
         dense=dense,
         quick=quick,
-        command=_command(json_file, backend, quick, only, dense, recipe),
+        command=_command(json_file, backend, quick, only, dense, recipe, bits),
         progress=_print_progress,
     )
     if json_file is not None:
@@ -93,6 +97,16 @@ def kernels(
         wide.print(table)
     if record.failed:
         raise typer.Exit(FAILED)
+
+
+def _with_bits(recipe: Recipe, bits: str) -> Recipe:
+    if not bits:
+        return recipe
+    parts = bits.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise OscarError(f"--bits {bits}: two numbers, of keys and of values, such as 3,2")
+    keys, values = map(int, parts)
+    return recipe.replace(key_bits=keys, value_bits=values, name=f"{recipe.name} {keys},{values}")
 
 
 def start_backend(name: str, device: torch.device) -> AttentionBackend:
@@ -112,7 +126,13 @@ def _print_progress(done: int, total: int, what: str) -> None:
 
 
 def _command(
-    json_file: Path | None, backend: str, quick: bool, only: str, dense: bool, recipe: str
+    json_file: Path | None,
+    backend: str,
+    quick: bool,
+    only: str,
+    dense: bool,
+    recipe: str,
+    bits: str,
 ) -> str:
     """The command as it would be typed again."""
     words = ["oscarkv", "bench", "kernels"]
@@ -121,5 +141,6 @@ def _command(
     words += ["--only", only] if only else []
     words += [] if dense else ["--no-dense"]
     words += [] if recipe == "balanced" else ["--recipe", recipe]
+    words += ["--bits", bits] if bits else []
     words += ["--json", str(json_file)] if json_file is not None else []
     return shlex.join(words)

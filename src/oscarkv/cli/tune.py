@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from oscarkv.cli import options
 from oscarkv.cli.console import progress_bar, results
-
-if TYPE_CHECKING:
-    from oscarkv.evaluation.tune import Tuned
 
 
 def tune(
@@ -42,9 +40,12 @@ def tune(
         ),
     ] = None,
     length: Annotated[
-        int, typer.Option(help="Tokens of the windows that layers are measured on.")
+        int, typer.Option(help="Tokens of the sequences that layers are measured on.")
     ] = 2048,
-    windows: Annotated[int, typer.Option(min=1, help="Windows, spread over the text.")] = 2,
+    windows: Annotated[
+        int,
+        typer.Option(min=1, help="Sequences of your text, and as many of the general one."),
+    ] = 1,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep finished work here, and go on from what is there."),
@@ -52,11 +53,11 @@ def tune(
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = "auto",
 ) -> None:
-    """Choose how many bits every layer's keys and values get, within a budget.
+    """Calibrate for another budget than the 2.3 bits of `balanced`.
 
-    Rounds keys and values of each layer by themselves, measures what that costs on the text as it
-    runs and where it looks up what came before, and gives more bits where they help most. Takes
-    longer than calibrate; the artifact is used like any other.
+    Rounds keys and values of each layer by themselves, measures what that costs on text as it
+    runs and where it looks up what came before, and gives a third bit where it helps most. Shows
+    what was measured.
 
     Example: oscarkv tune smollm2 --bits 2.3 --text train.txt -o tuned.safetensors
     """
@@ -66,61 +67,82 @@ def tune(
     start = options.parse_recipe(recipe)
 
     from oscarkv.artifact import save_artifact
-    from oscarkv.evaluation.fidelity import evaluation_windows
-    from oscarkv.evaluation.tune import tune as find
+    from oscarkv.calibration.budget import affordable
+    from oscarkv.errors import OscarError
+    from oscarkv.evaluation.checkpoint import Checkpoint
+    from oscarkv.evaluation.prepare import fit_artifacts
+    from oscarkv.integrations.transformers.geometry import describe
+    from oscarkv.integrations.transformers.layer_costs import share_out, shortest_measured
     from oscarkv.integrations.transformers.text import read_texts
 
+    # A name of its own: records of measurements go by it.
+    wanted = start.replace(budget=bits, name=f"tuned-{bits:g}")
+    if length < shortest_measured(wanted):
+        raise OscarError(
+            f"--length {length}: a passage that comes again must lie beyond the "
+            f"{wanted.sink + wanted.recent} exact tokens; take {shortest_measured(wanted)} or more"
+        )
     texts = read_texts(text)
     loaded, tokenizer = options.load(model, device, dtype)
-    evaluation_windows(loaded, tokenizer, texts, length, windows)  # refuse before calibrating
+    found = describe(loaded).identity
+    if affordable(wanted, found.head_dim, found.layers, bits) < 0:
+        raise OscarError(
+            f"--bits {bits}: recipe {start.name!r} takes {wanted.bits(found.head_dim):.3f} bits at "
+            f"128K with {start.key_bits} for every code; ask for more, or for a recipe with "
+            "smaller parameters (compact)"
+        )
+    done = Checkpoint(resume)  # first: it makes the directory, or says at once why it cannot
     with progress_bar("tuning") as progress:
-        found = find(
+        base = fit_artifacts(
             loaded,
             tokenizer,
             texts,
-            bits,
-            recipe=start,
+            {start.name: start.uniform},
             tokens=tokens,
-            calibration_length=calibration_length,
-            length=length,
-            windows=windows,
+            length=calibration_length,
             keep=resume,
             progress=progress,
+        )[start.name]
+        artifact = share_out(
+            loaded,
+            tokenizer,
+            texts,
+            replace(base, recipe=wanted),
+            length=length,
+            count=windows,
+            known=done,
+            progress=progress,
         )
-    save_artifact(found.artifact, output)
-    results.print(_table(found))
+    save_artifact(artifact, output)
+    costs: dict[str, Any] = artifact.calibration.get("layer_costs", {})
+    if costs:
+        results.print(_table(artifact, costs))
+    change = ", ".join(
+        f"{costs['all'][kind]:.4f} -> {costs['predicted'][kind]:.4f} predicted ({kind})"
+        for kind in (costs["all"] if costs else ())
+    )
     results.print(
-        f"{output}: {found.artifact.bits():.3f} bits at 128K. KL on this text: {_change(found)}; "
+        f"{output}: {artifact.bits():.3f} bits at 128K. KL on this text: {change or 'the same'}; "
         f"measure it on other text: oscarkv eval fidelity {model} --artifact {output} --text FILE",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _change(found: Tuned) -> str:
-    from oscarkv.evaluation.tune import KINDS
-
-    return ", ".join(
-        f"{found.base_kl[kind]:.4f} -> {found.predicted_kl[kind]:.4f} predicted ({kind})"
-        for kind in KINDS
-    )
-
-
-def _table(found: Tuned) -> Any:
+def _table(artifact: Any, costs: dict[str, Any]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from oscarkv.evaluation.tune import KINDS
-
     table = Table(
         box=SIMPLE_HEAD,
-        title=f"{found.artifact.model.name}, {found.artifact.recipe.name}: layers with more bits",
+        title=f"{artifact.model.name}, {artifact.recipe.name}: layers with more bits",
         caption="KL of the layer's keys / values alone, with the fewest bits",
     )
-    for heading in ("layer", "key bits", "value bits", *(f"KL, {kind}" for kind in KINDS)):
+    kinds = list(costs["all"])
+    for heading in ("layer", "key bits", "value bits", *(f"KL, {kind}" for kind in kinds)):
         table.add_column(heading, justify="right")
-    for layer, (keys, values) in sorted(found.artifact.layer_bits.items()):
-        alone = (found.alone[layer, "keys"], found.alone[layer, "values"])
-        costs = (" / ".join(f"{cost[kind]:.5f}" for cost in alone) for kind in KINDS)
-        table.add_row(str(layer), str(keys), str(values), *costs)
+    for layer, (keys, values) in sorted(artifact.layer_bits.items()):
+        alone = [costs["alone"].get(f"{side} {layer}", {}) for side in ("keys", "values")]
+        shown = (" / ".join(f"{c[kind]:.5f}" if c else "-" for c in alone) for kind in kinds)
+        table.add_row(str(layer), str(keys), str(values), *shown)
     return table

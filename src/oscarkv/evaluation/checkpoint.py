@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from oscarkv.errors import OscarError
 FILE = "scores.jsonl"
 
 
-class Checkpoint:
+class Checkpoint(MutableMapping[str, Any]):
     """A map from keys to JSON values that is written as it grows; without a directory, a dict."""
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -42,16 +43,19 @@ class Checkpoint:
                     f"{self._path} is damaged; delete it to measure everything again"
                 ) from None
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._found
-
     def __len__(self) -> int:
         return len(self._found)
 
-    def get(self, key: str) -> Any:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __getitem__(self, key: str) -> Any:
         return self._found[key]
 
-    def put(self, key: str, value: Any) -> None:
+    def __delitem__(self, key: str) -> None:
+        raise OscarError("finished work is kept; delete its directory to measure everything again")
+
+    def __setitem__(self, key: str, value: Any) -> None:
         self._found[key] = value
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:

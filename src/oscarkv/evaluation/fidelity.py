@@ -26,7 +26,9 @@ from oscarkv.evaluation.checkpoint import Checkpoint
 from oscarkv.evaluation.subjects import Packed, Simulated, Subject
 from oscarkv.integrations.transformers.attention import attention_implementation
 from oscarkv.integrations.transformers.geometry import describe
+from oscarkv.integrations.transformers.predictions import log_probabilities
 from oscarkv.integrations.transformers.text import cut_sequences, text_sha256
+from oscarkv.recipe import NOMINAL_LENGTH
 
 FORMAT = "oscarkv-fidelity-1"
 #: Positions before this are not scored: the windows cover most of their context.
@@ -193,20 +195,20 @@ def measure_windows(
                 reference = _hidden_states(model, sequence, None, strict)
             if references is not None:
                 references[f"{place} {window}"] = reference
-            done.put(f"{place} {window} loss", _loss(model, reference, sequence))
-        losses.append(done.get(f"{place} {window} loss"))
+            done[f"{place} {window} loss"] = _loss(model, reference, sequence)
+        losses.append(done[f"{place} {window} loss"])
         advance("full precision")
         for name, subject in subjects.items():
             key = f"{keys[name]} {window}"
             if key not in done:
                 assert reference is not None
                 score = _score(model, sequence, subject, strict, reference, index == 0)
-                done.put(key, _no_nan(asdict(score)))
-            scores[name].append(_restored(done.get(key)))
+                done[key] = _no_nan(asdict(score))
+            scores[name].append(_restored(done[key]))
             advance(name)
     results = {
         name: RecipeScore(
-            bits_128k=subject.bits(131072),
+            bits_128k=subject.bits(NOMINAL_LENGTH),
             simulated=isinstance(subject, Simulated),
             bits_actual=scores[name][-1].bits_held,
             layer_errors={int(i): e for i, e in scores[name][0].layer_errors.items()},
@@ -297,24 +299,13 @@ def _hidden_states(model: Any, sequence: Tensor, cache: Any, strict: bool) -> Te
         return torch.cat(states)
 
 
-def _log_probabilities(model: Any, hidden: Tensor) -> Tensor:
-    config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden).float()
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    return torch.log_softmax(logits, -1)
-
-
 @torch.no_grad()
 def _compare(model: Any, reference: Tensor, hidden: Tensor, sequence: Tensor) -> _WindowScore:
     score = _WindowScore([], [], [], [])
     for start in range(FIRST_SCORED, sequence.shape[1] - 1, LOGITS_BLOCK):
         rows = slice(start, min(start + LOGITS_BLOCK, sequence.shape[1] - 1))
         target = sequence[0, rows.start + 1 : rows.stop + 1, None]
-        p, q = _log_probabilities(model, reference[rows]), _log_probabilities(model, hidden[rows])
+        p, q = log_probabilities(model, reference[rows]), log_probabilities(model, hidden[rows])
         score.counts.append(rows.stop - rows.start)
         score.kl.append(float((p.exp() * (p - q)).sum(-1).double().mean()))
         score.agrees.append(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
@@ -328,7 +319,7 @@ def _loss(model: Any, hidden: Tensor, sequence: Tensor) -> float:
     for start in range(FIRST_SCORED, sequence.shape[1] - 1, LOGITS_BLOCK):
         rows = slice(start, min(start + LOGITS_BLOCK, sequence.shape[1] - 1))
         target = sequence[0, rows.start + 1 : rows.stop + 1, None]
-        losses.append(-_log_probabilities(model, hidden[rows]).gather(1, target).squeeze(1))
+        losses.append(-log_probabilities(model, hidden[rows]).gather(1, target).squeeze(1))
     return float(torch.cat(losses).double().mean())
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from oscarkv.calibration.budget import SIDES
 from oscarkv.evaluation.checkpoint import Checkpoint
 from oscarkv.evaluation.fidelity import Progress, measure_fidelity
-from oscarkv.evaluation.subjects import SIDES, Simulated, Subject
+from oscarkv.evaluation.subjects import Simulated, Subject
 
 #: What can be asked for.
 PARTS = ("sides", "layers", "heads")

@@ -15,15 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oscarkv.artifact import Artifact, LayerTransforms
-from oscarkv.artifact.round_trip import keys_as_read, values_as_read
+from oscarkv.artifact import Artifact
+from oscarkv.artifact.round_trip import AsRead
+from oscarkv.calibration.budget import SIDES
 from oscarkv.errors import OscarError
 from oscarkv.integrations.transformers.cache import OscarCache
 from oscarkv.integrations.transformers.simulate import SimulatedCache, Windows
-from oscarkv.methods.simulation import Quantizer, Simulation
-from oscarkv.recipe import Recipe
-
-SIDES = ("keys", "values")
+from oscarkv.methods.simulation import Part, Quantizer, Simulation
 
 
 class Subject(Protocol):
@@ -103,46 +101,12 @@ class Simulated:
     ) -> Simulated:
         """The same with only some layers, KV heads and sides rounded; the rest is exact."""
         chosen = {
-            layer: _Part(quantizer, None if heads is None else tuple(heads), tuple(sides))
+            layer: Part(quantizer, None if heads is None else tuple(heads), tuple(sides))
             for layer, quantizer in self.quantizers.items()
             if layers is None or layer in layers
         }
         what = f"layers {layers}, heads {heads}, {'+'.join(sides)}"
         return replace(self, quantizers=chosen, identity=f"{self.identity} {what}")
-
-
-@dataclass(frozen=True)
-class _Part:
-    inner: Quantizer
-    heads: tuple[int, ...] | None
-    sides: tuple[str, ...]
-
-    def keys(self, keys: Tensor) -> Tensor:
-        return self._mix(keys, self.inner.keys(keys)) if "keys" in self.sides else keys
-
-    def values(self, values: Tensor) -> Tensor:
-        return self._mix(values, self.inner.values(values)) if "values" in self.sides else values
-
-    def _mix(self, exact: Tensor, rounded: Tensor) -> Tensor:
-        if self.heads is None:
-            return rounded
-        mixed = exact.clone()
-        mixed[list(self.heads)] = rounded[list(self.heads)]
-        return mixed
-
-
-@dataclass(frozen=True)
-class _AsRead:
-    """A packed layer's own rounding."""
-
-    layer: LayerTransforms
-    recipe: Recipe
-
-    def keys(self, keys: Tensor) -> Tensor:
-        return keys_as_read(keys, self.layer, self.recipe)
-
-    def values(self, values: Tensor) -> Tensor:
-        return values_as_read(values, self.layer, self.recipe)
 
 
 def simulate_artifact(artifact: Artifact, device: torch.device) -> Simulated:
@@ -151,10 +115,7 @@ def simulate_artifact(artifact: Artifact, device: torch.device) -> Simulated:
     if artifact.recipe.exact:
         raise OscarError(f"recipe {artifact.recipe.name!r} rounds nothing; there is no part of it")
     quantizers = {
-        index: _AsRead(
-            LayerTransforms(**{n: t.to(device) for n, t in layer.tensors().items()}),
-            artifact.layer_recipe(index),
-        )
+        index: AsRead.of(layer, artifact.layer_recipe(index), device)
         for index, layer in artifact.layers.items()
     }
     recipe = artifact.recipe

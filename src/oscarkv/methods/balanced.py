@@ -24,8 +24,10 @@ from oscarkv.recipe import Recipe
 
 COMPACT = Recipe(name="compact", parameters="log8-symmetric")
 PRESETS = (
-    Recipe(),
+    # What small parameters leave of 2.3 bits goes to the layers that need it.
+    COMPACT.replace(name="balanced", budget=2.3),
     COMPACT,
+    Recipe(),
     COMPACT.replace(name="precise", split_scales=True, key_gain=1.0),
     # What is looked up far back is lost by its keys first: a third bit leaves a quarter of that.
     COMPACT.replace(name="retrieval", key_bits=3),

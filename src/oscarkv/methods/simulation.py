@@ -30,6 +30,28 @@ class Quantizer(Protocol):
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some KV heads and sides of a layer's rounding; the rest of it is exact."""
+
+    inner: Quantizer
+    heads: tuple[int, ...] | None  # None: all
+    sides: tuple[str, ...]
+
+    def keys(self, keys: Tensor) -> Tensor:
+        return self._mix(keys, self.inner.keys(keys)) if "keys" in self.sides else keys
+
+    def values(self, values: Tensor) -> Tensor:
+        return self._mix(values, self.inner.values(values)) if "values" in self.sides else values
+
+    def _mix(self, exact: Tensor, rounded: Tensor) -> Tensor:
+        if self.heads is None:
+            return rounded
+        mixed = exact.clone()
+        mixed[list(self.heads)] = rounded[list(self.heads)]
+        return mixed
+
+
+@dataclass(frozen=True)
 class LayerSamples:
     """Keys and values of one layer on calibration text, fp32 [heads, tokens, d].
 

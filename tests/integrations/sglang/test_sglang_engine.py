@@ -83,7 +83,7 @@ def test_other_recipes_give_the_tokens_of_oscarcache(tmp_path, asked, strict, re
 def test_layers_with_bits_of_their_own(tmp_path, asked):
     model = TinyModel(tmp_path, recipe="compact")
     uniform = model.oracle(asked)
-    model.give_bits({(0, "values"): 4, (1, "keys"): 3})
+    model.give_bits({0: (2, 4), 1: (3, 2)})
     expected = model.oracle(asked)
     assert expected != uniform
     with engine(model, STRICT, chunked_prefill_size=PAGE) as started:

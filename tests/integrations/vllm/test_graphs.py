@@ -97,7 +97,7 @@ def test_rows_beyond_the_batch_change_nothing():
     from oscarkv.integrations.vllm.settings import Settings
     from oscarkv.integrations.vllm.step import Step
 
-    recipe = Recipe.named("balanced", sink=SINK, recent=RECENT)
+    recipe = Recipe.named("uniform", sink=SINK, recent=RECENT)
     layer = make_layer(recipe, pages=40)
     random = torch.Generator().manual_seed(0)
     step = Step(Settings("unused"), torch.device("cpu"), 4)

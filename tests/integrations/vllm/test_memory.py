@@ -107,7 +107,7 @@ def test_capacity_at_32k(head_dim, least):
     from oscarkv.integrations.vllm.settings import page_layout
     from oscarkv.integrations.vllm.windows import WindowLayer
 
-    length, recipe = 32768, Recipe.named("balanced")
+    length, recipe = 32768, Recipe.named("uniform")
     page = page_layout(recipe, head_dim, torch.bfloat16).page_size
     layer = WindowLayer(8, head_dim, torch.bfloat16, recipe.sink, recipe.recent, page)
     config = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Layers with bits of their own (oscarkv tune) in vLLM's CPU engine: pages of different bytes."""
+"""Layers with bits of their own in vLLM's CPU engine: pages of different bytes."""
 
 import pytest
 
@@ -7,13 +7,14 @@ pytest.importorskip("vllm.config")
 from engines import TinyModel
 from serving_models import prompts
 
-from oscarkv.errors import OscarError
+import oscarkv
+from oscarkv.integrations.vllm.windows import SUFFIX
 
 LENGTHS = (5, 40, 300, 700)
 STRICT = {"strict": True}
 #: Two of four layers have pages of a second size, in which vLLM would see a pattern; one of three.
-PATTERN = {(1, "keys"): 3, (1, "values"): 3, (3, "keys"): 4}
-ONE = {(1, "keys"): 3}
+PATTERN = {1: (3, 3), 3: (2, 4)}
+ONE = {1: (3, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,17 @@ def test_memory_is_counted(tuned):
         assert len(cache.kv_cache_groups) == 2
 
 
-def test_what_does_not_go_with_it(tuned):
-    for options, message in (
-        ({"skip": [0]}, r"no layer can keep vLLM's own cache, as \[0\] would"),
-        ({"canary": {}}, "the canary: it cannot rescore with layers of different bits"),
-    ):
-        with pytest.raises(OscarError, match=message), tuned.engine(options):
-            pass
+@pytest.mark.parametrize("options", [{"skip": [0]}, {"canary": {}}, {"uniform": True}], ids=str)
+def test_all_layers_alike_where_they_cannot_differ(tuned, asked, options):
+    """Beside layers that keep vLLM's cache, or a canary, or by request: the recipe's bits."""
+    with tuned.engine(STRICT | options) as engine:
+        found = engine.generate(asked)
+        pages = {
+            layer.kv_cache.shape[-1]
+            for name, layer in engine.layers.items()
+            if name + SUFFIX in engine.layers
+        }
+        assert len(pages) == 1
+    if "skip" not in options:
+        alike = oscarkv.load_artifact(tuned.artifact).with_bits({})
+        assert found == tuned.oracle(asked, artifact=alike)

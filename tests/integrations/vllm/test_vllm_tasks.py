@@ -26,10 +26,10 @@ def test_exact_windows_give_the_answers_of_stock_vllm(tiny_model, tmp_path):
     result = CliRunner(env={**os.environ, "COLUMNS": "200"}).invoke(app, [str(w) for w in words])
     assert result.exit_code == 0, result.output
     task = json.loads(out.read_text())["tasks"]["gsm8k"]
-    assert task["results"]["balanced"]["gap"]["items"] == 4
+    assert task["results"]["uniform"]["gap"]["items"] == 4
     texts = [
         [task["answers"][name]["0"][str(n)]["text"] for n in range(4)]
-        for name in ("full precision", "balanced")
+        for name in ("full precision", "uniform")
     ]
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1

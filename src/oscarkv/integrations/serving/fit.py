@@ -5,6 +5,7 @@ For `oscarkv ENGINE check`: reads a configuration and an artifact, no weights, a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -119,6 +120,7 @@ def examine(
         fit.say("model", str(error), PROBLEM)
         return fit
     _identity(fit, settings, geometry)
+    settings = _bits_of_layers(fit, engine, settings, geometry)
     packed = _layers(fit, engine, settings, geometry)
     heads = _heads(fit, geometry, tensor_parallel_size)
     _length(fit, engine, max_model_len, longest_context(config, geometry.identity.context))
@@ -298,6 +300,26 @@ def _identity(fit: Fit, settings: Settings, geometry: ModelGeometry) -> None:
         fit.say("artifact", f"recipe {recipe.name!r} packs nothing", PROBLEM)
 
 
+def _bits_of_layers(
+    fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometry
+) -> Settings:
+    """The artifact's bits by layer, or the same for all where others keep the engine's cache."""
+    packed = set(settings.loaded.layers) - set(settings.skip)
+    full = [i for i, kind in enumerate(geometry.layer_types) if kind == FULL and i in packed]
+    if not settings.loaded.mixed or len(full) == geometry.identity.layers:
+        return settings
+    if not engine.mixes_caches:  # which `_layers` says
+        return settings
+    recipe = settings.recipe
+    fit.say(
+        "bits",
+        f"{recipe.key_bits} a key and {recipe.value_bits} a value in all layers: beside layers "
+        f"that keep {engine.name}'s cache none can have more, as the artifact gives some",
+        WARNING,
+    )
+    return dataclasses.replace(settings, uniform=True)
+
+
 def _layers(fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometry) -> int:
     """How many layers are packed; the others keep the engine's own cache, where it can."""
     total = geometry.identity.layers
@@ -315,7 +337,7 @@ def _layers(fit: Fit, engine: Engine, settings: Settings, geometry: ModelGeometr
     ]
     text = f"{packed} of {total} are packed; {'; '.join(parts)}: {engine.name}'s own cache"
     other = set(geometry.layer_types) - {FULL, SLIDING, *STATES}  # chunks: not even skipped
-    mixes = engine.mixes_caches and not other and not settings.loaded.mixed
+    mixes = engine.mixes_caches and not other
     if not mixes:
         text += ", which it cannot have beside oscarkv's"
     fit.say("layers", text, WARNING if packed and mixes else PROBLEM)

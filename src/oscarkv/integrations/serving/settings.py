@@ -28,12 +28,13 @@ class Settings:
     recent: int | None = None
     skip: Sequence[int] = ()  # layers that keep the engine's own cache
     strict: bool = False
+    uniform: bool = False  # the recipe's bits in all layers, whatever the artifact gives some
     backend: str = "auto"
     enabled: bool = True
 
     @property
     def loaded(self) -> Artifact:
-        return _load(self.artifact)
+        return _load(self.artifact, self.uniform)
 
     @property
     def recipe(self) -> Recipe:
@@ -46,7 +47,7 @@ class Settings:
 
     @property
     def others(self) -> tuple[Recipe, ...]:
-        """The recipes of layers with other bits (oscarkv tune)."""
+        """The recipes of layers with more bits."""
         return tuple(self.layer_recipe(layer) for layer in sorted(self.loaded.layer_bits))
 
     def _windowed(self, recipe: Recipe) -> Recipe:
@@ -94,6 +95,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "skip": ("a list of layers, counted from 0", _is_layers),
     "strict": ("true or false", _is_switch),
     "backend": (f"one of auto, {', '.join(BACKENDS)}", lambda x: x in ("auto", *BACKENDS)),
+    "uniform": ("true or false", _is_switch),
     "enabled": ("true or false", _is_switch),
     "fold_values": ("true or false", _is_switch),
     "canary": ("a section, such as {}", lambda x: x is None or isinstance(x, dict)),
@@ -101,8 +103,9 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> Artifact:
-    return load_artifact(path)
+def _load(path: str, uniform: bool) -> Artifact:
+    artifact = load_artifact(path)
+    return artifact.with_bits({}) if uniform else artifact
 
 
 def window_page_bytes(head_dim: int, dtype: torch.dtype) -> int:

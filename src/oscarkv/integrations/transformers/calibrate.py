@@ -16,6 +16,7 @@ from oscarkv.calibration.statistics import LayerStatistics
 from oscarkv.errors import CalibrationError, UnsupportedModelError
 from oscarkv.integrations.transformers.attach import values_are_folded
 from oscarkv.integrations.transformers.geometry import ModelGeometry, describe
+from oscarkv.integrations.transformers.layer_costs import share_out
 from oscarkv.integrations.transformers.passes import CalibrationRun, Progress, blends
 from oscarkv.integrations.transformers.text import (
     calibration_sequences,
@@ -144,6 +145,11 @@ def calibrate_many(
                 facts["general_sha256"] = text_sha256(general_texts())
             found[index] = Artifact(
                 geometry.identity, named[index], transforms, facts, library_version()
+            )
+    for index, artifact in found.items():
+        if artifact.recipe.budget is not None:
+            found[index] = share_out(
+                model, tokenizer, texts, artifact, general=general, progress=progress
             )
     return [found[index] for index in range(len(named))]
 

@@ -125,6 +125,19 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     }
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that run one after the other, each with the attention of its number in it."""
+    attention = attention_modules(model)
+    for module in model.modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and attention.keys() <= set(range(len(module)))
+            and all(inner in set(module[i].modules()) for i, inner in attention.items())
+        ):
+            return list(module)
+    return []
+
+
 def require_one_device(model: Any) -> None:
     """Refuse a model whose layers are not all on `model.device`, where the cache will be: kernels
     would read one GPU's memory with pointers into another's."""

@@ -86,8 +86,7 @@ def general_sequences(
     texts: Sequence[str], tokenizer: Any, tokens: int, length: int, shortest: int
 ) -> list[Tensor]:
     """The bundled documents cut to sequences, at most about `tokens` tokens."""
-    available = cut_sequences(texts, tokenizer, length, shortest=shortest)
-    return _evenly(available, max(len(texts), tokens // length))
+    return spread_sequences(texts, tokenizer, max(len(texts), tokens // length), length, shortest)
 
 
 def echoes(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
@@ -101,11 +100,18 @@ def echoes(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
     return [torch.tensor([prefix + ids + ids]) for ids in beginnings]
 
 
-def echo(sequence: Tensor, tokenizer: Any) -> Tensor:
-    """The first half of a sequence [1, T], twice."""
-    start = len(bos_prefix(tokenizer))
-    half = sequence[:, start : start + (sequence.shape[1] - start) // 2]
-    return torch.cat([sequence[:, :start], half, half], 1)
+def again(sequence: Tensor, tokenizer: Any) -> Tensor:
+    """A sequence [1, T] whose last third is its first third once more."""
+    start, third = len(bos_prefix(tokenizer)), sequence.shape[1] // 3
+    passage = sequence[:, start : start + third]
+    return torch.cat([sequence[:, : sequence.shape[1] - third], passage], 1)
+
+
+def spread_sequences(
+    texts: Sequence[str], tokenizer: Any, count: int, length: int, shortest: int
+) -> list[Tensor]:
+    """At most `count` sequences, spread over the text."""
+    return _evenly(cut_sequences(texts, tokenizer, length, shortest=shortest), count)
 
 
 def _evenly(sequences: list[Tensor], wanted: int) -> list[Tensor]:

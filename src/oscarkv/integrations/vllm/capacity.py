@@ -1,7 +1,7 @@
 """How many tokens a memory holds: blocks counted as vLLM counts them. Imports no vLLM.
 
 Every block, of packed history, of exact windows or of vLLM's own cache, has the bytes of 16
-unpacked tokens of a layer, and all draw on one pool. With layers of more bits (oscarkv tune) blocks
+unpacked tokens of a layer, and all draw on one pool. With layers of more bits blocks
 are as large as the largest of those layers' pages make them.
 """
 

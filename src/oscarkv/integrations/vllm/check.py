@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from typing import Any
 
 from vllm.logger import init_logger
@@ -20,9 +21,9 @@ from oscarkv.integrations.vllm.layers import check_model
 from oscarkv.integrations.vllm.settings import (
     NEEDS_ARTIFACT,
     Settings,
+    change,
     page_layout,
     settings_of,
-    switch_off,
     switched_off,
 )
 from oscarkv.integrations.vllm.windows import SUFFIX, WindowSpec
@@ -76,16 +77,6 @@ def check_config(config: Any) -> None:
         "images whose tokens see each other both ways; for text alone: --language-model-only": (
             model.is_mm_prefix_lm
         ),
-        f"{settings.artifact}: its layers have different bits (oscarkv tune), and beside them no "
-        f"layer can keep vLLM's own cache, as {kept} would; use an artifact of oscarkv calibrate": (
-            settings.loaded.mixed and bool(kept)
-        ),
-        "the canary: it cannot rescore with layers of different bits (oscarkv tune)": bool(
-            settings.loaded.mixed and settings.canary is not None
-        ),
-        f"the KV connector {connector}: layers have different bits (oscarkv tune)": bool(
-            settings.loaded.mixed and connector
-        ),
         "the canary: it cannot rescore a model with state-space layers": bool(
             model.is_hybrid and settings.canary is not None
         ),
@@ -104,8 +95,33 @@ def check_config(config: Any) -> None:
     for what, present in refused.items():
         if present:
             raise OscarError(f"oscarkv cannot be used with {what}")
+    settings = _with_bits_that_fit(config, settings, kept)
     attach.prepare(config, settings)
     logger.info("oscarkv: %s", describe(config, settings))
+
+
+def _with_bits_that_fit(config: Any, settings: Settings, kept: list[int]) -> Settings:
+    """The artifact's bits by layer, where this server can have pages of several sizes; else those
+    of the recipe in all layers."""
+    connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
+    beside = {
+        f"layers {kept}, which keep vLLM's own cache": bool(kept),
+        "a canary": settings.canary is not None,
+        f"the KV connector {connector}": bool(connector),
+    }
+    reasons = [what for what, present in beside.items() if present]
+    if not settings.loaded.mixed or not reasons:
+        return settings
+    change(config, uniform=True)
+    logger.warning(
+        "oscarkv: beside %s all layers are packed with %d bits a key and %d a value: %s gives "
+        "some of them more, which makes answers more exact",
+        " and ".join(reasons),
+        settings.recipe.key_bits,
+        settings.recipe.value_bits,
+        settings.artifact,
+    )
+    return dataclasses.replace(settings, uniform=True)
 
 
 def declares_cache(model: Any) -> bool:
@@ -159,7 +175,7 @@ def step_aside(arguments: Any) -> None:
     elif settings_of(arguments) is not None:
         model = arguments.create_model_config()
         if model.use_mla:
-            switch_off(arguments)
+            change(arguments, enabled=False)
             _leave(arguments)
             logger.warning(
                 "oscarkv: nothing is packed, and the artifact is not used: all attention layers of "
@@ -208,8 +224,8 @@ def check_layers(settings: Settings, specs: dict[str, Any], groups: list[Any]) -
         raise OscarError(f"oscarkv has nothing to pack: {line}")
     if settings.loaded.mixed and line:
         raise OscarError(
-            "oscarkv cannot be used with this model and this artifact: its layers have different "
-            f"bits (oscarkv tune), and {line}; use an artifact of oscarkv calibrate"
+            "oscarkv cannot give layers of this model different bits, as its artifact says, since "
+            f'{line}; add "uniform": true to the options'
         )
     (pages,) = {spec.block_size // PAGE_QUANTUM for spec in windows}
     if pages == 1:

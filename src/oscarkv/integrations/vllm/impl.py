@@ -198,7 +198,7 @@ class OscarImpl(AttentionImpl[HistoryMetadata]):  # type: ignore[misc]
 
 
 def _ask_for_larger_pages(layer: Any, size: int) -> None:
-    """Of a layer with other bits than the recipe's (oscarkv tune): bytes of a head."""
+    """Of a layer with other bits than the recipe's: bytes of a head."""
     plain = layer.get_kv_cache_spec
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:

@@ -57,8 +57,9 @@ def switched_off(config: Any) -> bool:
     return section is not None and not section.get("enabled", True)
 
 
-def switch_off(config: Any) -> None:
-    changed = {SECTION: (_section(config) or {}) | {"enabled": False}}
+def change(config: Any, **options: Any) -> None:
+    """Set options of ours, as if the user had."""
+    changed = {SECTION: (_section(config) or {}) | options}
     config.additional_config = config.additional_config | changed
 
 
