@@ -18,9 +18,9 @@ PLAIN = Shape()
 def named(shape: Shape) -> str:
     dtype = str(shape.dtype).removeprefix("torch.")
     refined = "-refined" if shape.recipe().refined else ""
-    return (
-        f"{shape.head_dim}-{shape.group_size}-{shape.parameters}-{shape.page_size}-{dtype}{refined}"
-    )
+    bits = "" if shape.bits == (2, 2) else "-{}-{}-bits".format(*shape.bits)
+    stored = f"{shape.head_dim}-{shape.group_size}-{shape.parameters}-{shape.page_size}"
+    return f"{stored}-{dtype}{refined}{bits}"
 
 
 def blank_layer(shape: Shape, pages: int, device: torch.device, **knobs: float) -> LayerCache:

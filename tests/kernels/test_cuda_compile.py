@@ -36,6 +36,21 @@ DECODE = [
     (256, None, "fp16", 64, torch.bfloat16, 4, None),
     (64, None, "log8", 64, torch.bfloat16, 8, None),
 ]
+#: The same, of layers of 3-bit keys, values or both.
+THREE_BITS = [
+    ((128, None, "fp16", 64, torch.bfloat16, 4, None), (3, 3)),
+    ((64, None, "log8", 64, torch.bfloat16, 3, None), (3, 3)),
+    ((96, None, "log8-symmetric", 112, torch.float16, 6, 50.0), (3, 3)),
+    ((256, None, "log8", 16, torch.bfloat16, 4, None), (3, 3)),
+    ((128, None, "log8-symmetric", 16, torch.float16, 7, 30.0), (3, 2)),
+    ((64, None, "fp16", 112, torch.float16, 12, None), (3, 2)),
+    ((96, None, "fp16", 64, torch.bfloat16, 1, None), (3, 2)),
+    ((256, None, "log8-symmetric", 64, torch.bfloat16, 16, None), (3, 2)),
+    ((128, None, "log8", 64, torch.bfloat16, 12, None), (2, 3)),
+    ((64, None, "log8-symmetric", 64, torch.bfloat16, 4, None), (2, 3)),
+    ((96, None, "log8", 16, torch.bfloat16, 12, None), (2, 3)),
+    ((256, None, "fp16", 112, torch.float16, 7, None), (2, 3)),
+]
 #: head_dim, group size, parameters, page size, type, whether keys are refined; with split scales.
 WRITE = [
     (128, None, "fp16", 64, torch.bfloat16, False),
@@ -57,21 +72,36 @@ USUAL_WRITE = (128, None, "fp16", 64, torch.bfloat16, True)
 
 
 def layer_of(
-    head_dim, group_size, parameters, page_size, dtype, refined=False, soft_cap=None, split=False
+    head_dim,
+    group_size,
+    parameters,
+    page_size,
+    dtype,
+    refined=False,
+    soft_cap=None,
+    split=False,
+    bits=(2, 2),
 ) -> LayerCache:
     recipe = Recipe(
-        group_size=group_size, parameters=parameters, refine_keys=refined, split_scales=split
+        group_size=group_size,
+        parameters=parameters,
+        refine_keys=refined,
+        split_scales=split,
+        key_bits=bits[0],
+        value_bits=bits[1],
     )
     layer = make_layer(recipe, head_dim, 1, page_size, soft_cap=soft_cap)
     layer.window = layer.window.to(dtype)
     return layer
 
 
-def decode_geometry(case, arch: str) -> decode.Geometry:
+def decode_geometry(case, arch: str, bits: tuple[int, int] = (2, 2)) -> decode.Geometry:
     *storage, rows, soft_cap = case
     q = torch.empty(1, rows, storage[0], dtype=storage[-1])
+    layer = layer_of(*storage, soft_cap=soft_cap, bits=bits)
+    assert decode.unsupported(q, q, layer) is None
     with on_a_gpu(arch):
-        return decode.Geometry.of(q, layer_of(*storage, soft_cap=soft_cap), 1)
+        return decode.Geometry.of(q, layer, 1)
 
 
 def write_geometry(case, arch: str, count: int) -> write.Geometry:
@@ -115,6 +145,20 @@ def test_decode_compiles(case, arch: str) -> None:
     assert is_machine_code(compile_source("decode.cu", decode_geometry(case, arch).macros(), arch))
 
 
+@pytest.mark.parametrize(
+    ("case", "bits", "arch"),
+    [
+        pytest.param(case, bits, arch, id=f"{named(case)}-{bits[0]}-{bits[1]}-{arch}")
+        for index, (case, bits) in enumerate(THREE_BITS)
+        for arch in (ARCHITECTURES if index == 0 else [ARCHITECTURES[index % 3]])
+    ],
+)
+def test_decode_of_three_bits_compiles(case, bits: tuple[int, int], arch: str) -> None:
+    macros = decode_geometry(case, arch, bits).macros()
+    assert (macros["KEY_BITS"], macros["VALUE_BITS"]) == bits
+    assert is_machine_code(compile_source("decode.cu", macros, arch))
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_usual_decode_compiles_everywhere(arch: str) -> None:
     code = compile_source("decode.cu", decode_geometry(DECODE[0], arch).macros(), arch)
@@ -141,8 +185,10 @@ def test_the_usual_write_compiles_everywhere(arch: str) -> None:
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_blocks_have_the_shared_memory_they_ask_for(arch: str) -> None:
     asked = {
-        named((*storage, rows)): decode_geometry((*storage, rows, None), arch).shared_bytes
-        for *storage, _, _ in DECODE
+        named((*storage, rows, *bits)): decode_geometry(
+            (*storage, rows, None), arch, bits
+        ).shared_bytes
+        for (*storage, _, _), bits in [*((case, (2, 2)) for case in DECODE), *THREE_BITS]
         for rows in (1, 4, 8, 16, 64)
     }
     for case in WRITE:

@@ -42,9 +42,17 @@ def test_what_the_kernels_take_and_why_not_the_rest() -> None:
     q, k = rows(), rows()
     assert decode.unsupported(q, q, half_layer()) is None
     assert write.unsupported(k, k, half_layer()) is None
-    three = half_layer(key_bits=3)
-    assert decode.unsupported(q, q, three) == "3 and 2 bits"
-    assert write.unsupported(k, k, three) == "3 and 2 bits"
+    for bits in ({"key_bits": 3}, {"value_bits": 3}, {"key_bits": 3, "value_bits": 3}):
+        three = half_layer(**bits)
+        assert decode.unsupported(q, q, three) is None
+        named = f"{three.layout.key_bits} and {three.layout.value_bits} bits"
+        assert write.unsupported(k, k, three) == named
+    four = half_layer(key_bits=3, value_bits=4)
+    assert decode.unsupported(q, q, four) == write.unsupported(k, k, four) == "3 and 4 bits"
+    grouped = half_layer(value_bits=3, group_size=32, refine_keys=False)
+    assert decode.unsupported(q, q, grouped) == "3 bits in 2 groups of head_dim 64"
+    narrow = make_layer(Recipe(key_bits=3), 80, HEADS, pages=3)
+    assert decode.unsupported(q, q, narrow) == "3 bits in 1 groups of head_dim 80"
     exact = rows(dtype=torch.float32)
     assert "torch.float32" in str(decode.unsupported(exact, exact, half_layer()))
     plain = {"refine_keys": False}

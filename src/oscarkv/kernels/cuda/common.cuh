@@ -1,8 +1,9 @@
 // What every kernel of oscarkv shares: types, PTX in plain integers, the packed format's geometry.
 //
 // Compiled by NVRTC without any header. A variant is fixed by macros (see decode.py and write.py):
-//   HEAD_DIM, GROUPS, PARAMETERS (0 fp16, 1 log8, 2 log8-symmetric), PAGE (tokens of a history
-//   page), BF16 (1: activations are bfloat16, 0: float16), and those named in each file.
+//   HEAD_DIM, GROUPS, PARAMETERS (0 fp16, 1 log8, 2 log8-symmetric), KEY_BITS, VALUE_BITS (of codes:
+//   2 or, for decode alone, 3), PAGE (tokens of a history page), BF16 (1: activations are bfloat16, 0:
+//   float16), and those named in each file.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,16 +16,21 @@ typedef long long i64;
 #define ROLLED _Pragma("unroll 1")
 #define INFINITE as_float(0x7f800000u)
 
-// -- the packed format (docs/format.md), 2 bits ------------------------------------------------
+// -- the packed format (docs/format.md) --------------------------------------------------------
 
-constexpr int WORDS = HEAD_DIM / 16;                                // 32-bit words of a row
+constexpr int WORDS = HEAD_DIM / 16;                                // 32-bit words of 2-bit codes
+constexpr int HIGH_WORDS = HEAD_DIM / 32;                           // of 3 bits: of the high bits
+constexpr int KEY_WORDS = WORDS + (KEY_BITS == 3 ? HIGH_WORDS : 0);  // of a row
+constexpr int VALUE_WORDS = WORDS + (VALUE_BITS == 3 ? HIGH_WORDS : 0);
+static_assert((KEY_BITS == 2 && VALUE_BITS == 2) || (HEAD_DIM % 32 == 0 && GROUPS == 1),
+              "3 bits: whole words of high bits, one group");
 constexpr int PADDED = WORDS <= 4 ? 4 : WORDS <= 8 ? 8 : 16;        // as the fragments see it
 constexpr bool EXACT_WORDS = PADDED == WORDS;
 // Two groups with a scale each and no offset: what is known of a token still fits a pair of floats.
 constexpr bool PAIRED = GROUPS == 2 && PARAMETERS == 2;
 constexpr int PARAMETER_BYTES = GROUPS * (PARAMETERS == 0 ? 4 : PARAMETERS == 1 ? 2 : 1);
-constexpr int VALUE_CODES = PAGE * WORDS * 4;
-constexpr int KEY_PARAMETERS = 2 * VALUE_CODES;
+constexpr int VALUE_CODES = PAGE * KEY_WORDS * 4;
+constexpr int KEY_PARAMETERS = VALUE_CODES + PAGE * VALUE_WORDS * 4;
 constexpr int VALUE_PARAMETERS = KEY_PARAMETERS + PAGE * PARAMETER_BYTES;
 constexpr int TILE = 16;                                            // tokens of a tile
 constexpr int WINDOW_ROWS = 16;                                     // tokens of a window page

@@ -30,6 +30,7 @@
 #include "matrix.cuh"
 #include "queries.cuh"
 #include "windows.cuh"
+#include "codes.cuh"
 #include "history.cuh"
 #include "parts.cuh"
 

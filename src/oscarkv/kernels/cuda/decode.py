@@ -95,7 +95,8 @@ class Geometry(PackedFormat):
     def tile_bytes(self) -> int:
         """Packed bytes of 16 tokens."""
         parameters = self.groups * (4, 2, 1)[PARAMETER_CODES[self.parameters]]
-        return 16 * 2 * (self.head_dim // 4 + parameters)
+        codes = self.head_dim * (self.key_bits + self.value_bits) // 8
+        return 16 * (codes + 2 * parameters)
 
     @property
     def chunk(self) -> int:
@@ -307,7 +308,7 @@ def aligned(q: Tensor) -> bool:
 
 def unsupported(q: Tensor, out: Tensor, layer: LayerCache) -> str | None:
     """Why the kernel does not take this layer, or None."""
-    reason = unsupported_format(q, layer)
+    reason = unsupported_format(q, layer, most_bits=3)
     if reason is None and (q.stride(-1) != 1 or out.stride(-1) != 1 or q.dtype != out.dtype):
         reason = "queries or outputs of another layout"
     if reason is None and (not aligned(q) or q.stride(0) % 2 or q.stride(1) % 2):

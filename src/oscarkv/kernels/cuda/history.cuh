@@ -1,4 +1,4 @@
-// Packed keys and values: a warp's ring of chunks, and the arithmetic on their codes.
+// Packed keys and values: a warp's ring of chunks, and what it does with their codes (codes.cuh).
 
 // A warp's own ring of chunks, and the pages they come from.
 struct Ring {
@@ -38,20 +38,21 @@ struct Ring {
         if (index < count) {
             const int chunk = first + index * WARPS, sub = chunk % CHUNKS_PER_PAGE * CHUNK;
             const int tiles = tiles_of(chunk);
-            const u8* from = base + page * a.history_page + sub * CODE_BYTES + 16 * lane;
+            const u8* from = base + page * a.history_page + sub * KEY_CODE_BYTES + 16 * lane;
+            const u8* values = from + VALUE_CODES + sub * (VALUE_CODE_BYTES - KEY_CODE_BYTES);
             const u32 to = shared + stage * STAGE_BYTES + 16 * lane;
-            UNROLL for (int i = 0; i < CHUNK * CODE_BYTES; i += 512) {
-                if (i + 16 * lane < tiles * CODE_BYTES) {
+            UNROLL for (int i = 0; i < CHUNK * larger(KEY_CODE_BYTES, VALUE_CODE_BYTES); i += 512) {
+                if (i + 16 * lane < tiles * KEY_CODE_BYTES)
                     copy_async_once(to + i, from + i, policy);
-                    copy_async_once(to + CHUNK * CODE_BYTES + i, from + VALUE_CODES + i, policy);
-                }
+                if (i + 16 * lane < tiles * VALUE_CODE_BYTES)
+                    copy_async_once(to + CHUNK * KEY_CODE_BYTES + i, values + i, policy);
             }
             from = base + page * a.history_page + KEY_PARAMETERS + sub * STORED_BYTES;
             UNROLL for (int i = 0; i < 2 * CHUNK * STORED_BYTES; i += 512) {
                 const int at = i + 16 * lane, side = at >= CHUNK * STORED_BYTES;
                 const int within = at - side * CHUNK * STORED_BYTES;
                 if (within < tiles * STORED_BYTES && at < 2 * CHUNK * STORED_BYTES)
-                    copy_async_once(to - 16 * lane + 2 * CHUNK * CODE_BYTES + at,
+                    copy_async_once(to - 16 * lane + CHUNK * CODE_BYTES + at,
                                     from + side * (PAGE * PARAMETER_BYTES) + within, policy);
             }
         }
@@ -75,24 +76,25 @@ DEVICE u32 load_parameters(const u8* stored, int token, int group) {
 #endif
 }
 
-DEVICE Grid grid_of(u32 x, float exponent) {
+DEVICE Grid grid_of(u32 x, float exponent, int bits) {
 #if PARAMETERS == 0
     return {half_to_float((u16)(x & 0xffff)), half_to_float((u16)(x >> 16))};
 #else
     // A byte n in the mantissa of 2^23 is the number 2^23 + n; `exponent` makes up for the 2^23.
 #if PARAMETERS == 1
     const float z = as_float((x >> 8) ^ 0x4b000080u) - 8388736.0f;
-    return {exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent), z * 0.03125f};
+    return {exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent), z * step_of(bits)};
 #else
     const float s = exp2_approx(as_float(x & 0xff | 0x4b000000u) * 0.0625f + exponent);
-    return {s, PAIRED ? exp2_approx(as_float(x >> 8 | 0x4b000000u) * 0.0625f + exponent) : -1.5f};
+    return {s, PAIRED ? exp2_approx(as_float(x >> 8 | 0x4b000000u) * 0.0625f + exponent)
+                      : -middle_of(bits)};
 #endif
 #endif
 }
 
-// A group's grid, from what is staged of a token.
+// A group's grid, from what is staged of a token. (PAIRED: codes have 2 bits.)
 DEVICE Grid grid_of_group(const Grid& staged, int group) {
-    return PAIRED ? Grid{group ? staged.lo : staged.s, -1.5f} : staged;
+    return PAIRED ? Grid{group ? staged.lo : staged.s, -middle_of(2)} : staged;
 }
 
 // The group of slot p: groups are runs of slots, whatever the half and the word.
@@ -108,7 +110,7 @@ struct History {
     float product[ROW_GROUPS], offset[ROW_GROUPS][GROUPS];
     float base[ROW_GROUPS];  // q . m_K less the reference m, once there is one
     float minus_magic[ROW_GROUPS];  // what MAGIC adds to a product
-    float middle[ROW_GROUPS][GROUPS];  // symmetric codes: what makes products of c those of c - 1.5
+    float middle[ROW_GROUPS][GROUPS];  // symmetric codes: what makes products of c those of c - middle
     int newest[ROW_GROUPS], oldest[ROW_GROUPS];
     int start[4];     // of the sums of bytes; the low ones are rounded
     u32 over_limit;   // added to two weights, sets the top bit of those that are too large
@@ -128,7 +130,8 @@ struct History {
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 lo[rows][group] = 0;
                 offset[rows][group] = prepared.offset[r][group];
-                middle[rows][group] = (FLOAT_BITS ? minus_magic[rows] : 0.0f) - 1.5f * offset[rows][group];
+                middle[rows][group] = (FLOAT_BITS ? minus_magic[rows] : 0.0f)
+                    - middle_of(KEY_BITS) * offset[rows][group];
             }
             const int at = r < p.rows ? p.first + (p.row_block * ROWS + r) / a.group : -1;
             newest[rows] = at - a.recent;
@@ -151,12 +154,13 @@ struct History {
     DEVICE void read_keys(float (&x)[ROW_GROUPS][2], Grid (&value)[2][GROUPS], const u8* stage,
                            const Grids& grids, int tile, int start_position, float soft_cap) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const u32* key_codes = (const u32*)(stage + tile * CODE_BYTES);
-        const u8* key_stored = stage + 2 * CHUNK * CODE_BYTES + tile * STORED_BYTES;
+        const u32* key_codes = (const u32*)(stage + tile * KEY_CODE_BYTES);
+        const u8* key_stored = stage + CHUNK * CODE_BYTES + tile * STORED_BYTES;
         const u8* value_stored = key_stored + CHUNK * STORED_BYTES;
 
-        u32 words[2][LANE_WORDS];  // of tokens g and g + 8
-        UNROLL for (int i = 0; i < 2; i++) load_words(words[i], key_codes + (g + 8 * i) * WORDS, t);
+        u32 words[2][KEY_REGISTERS];  // of tokens g and g + 8
+        UNROLL for (int i = 0; i < 2; i++)
+            load_key(words[i], key_codes + (g + 8 * i) * KEY_WORDS, t, shift);
         int sums[ROW_GROUPS][GROUPS][4];
         multiply(sums, words);
         Grid key[2][GROUPS];
@@ -164,9 +168,9 @@ struct History {
             const int token = g + 8 * i;
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 key[i][group] = STAGED_GRIDS ? grid_of_group(grids[0][tile * TILE + token], group)
-                    : grid_of(load_parameters(key_stored, token, group), key_exponent);
+                    : grid_of(load_parameters(key_stored, token, group), key_exponent, KEY_BITS);
                 value[i][group] = STAGED_GRIDS ? grid_of_group(grids[1][tile * TILE + token], group)
-                    : grid_of(load_parameters(value_stored, token, group), value_exponent);
+                    : grid_of(load_parameters(value_stored, token, group), value_exponent, VALUE_BITS);
             }
         }
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
@@ -242,7 +246,9 @@ struct History {
                 constexpr u32 ONES = 0x3c003c00u;
                 mma_half(column_sums, ONES, ONES, ONES, ONES, weights[n][0][0][0], weights[n][0][0][1]);
             }
-            add_values(weights[n], (const u32*)(stage + (CHUNK + tile + n) * CODE_BYTES));
+            constexpr int ABOVE = CHUNK * (KEY_CODE_BYTES - VALUE_CODE_BYTES);
+            const u8* codes = stage + (CHUNK + tile + n) * VALUE_CODE_BYTES + ABOVE;
+            add_values(weights[n], (const u32*)codes);
         }
     }
 
@@ -279,7 +285,7 @@ struct History {
     // A chunk's parameters as they are stored, a lane's share of them; then as grids for all lanes.
     static constexpr int LANE_GRIDS = 2 * CHUNK_TOKENS / 32;
     static DEVICE void load_chunk_parameters(u32 (&raw)[LANE_GRIDS], const u8* stage) {
-        const u8* stored = stage + 2 * CHUNK * CODE_BYTES;
+        const u8* stored = stage + CHUNK * CODE_BYTES;
         UNROLL for (int i = 0; i < LANE_GRIDS; i++) {
             const int at = threadIdx.x % 32 + 32 * i, side = at / CHUNK_TOKENS;
             raw[i] = load_parameters(stored + side * CHUNK * STORED_BYTES, at % CHUNK_TOKENS, 0);
@@ -289,46 +295,18 @@ struct History {
     DEVICE void stage_grids(Grids& grids, const u32 (&raw)[LANE_GRIDS]) {
         UNROLL for (int i = 0; i < LANE_GRIDS; i++) {
             const int at = threadIdx.x % 32 + 32 * i, side = at / CHUNK_TOKENS;
-            grids[side][at % CHUNK_TOKENS] = grid_of(raw[i], side ? value_exponent : key_exponent);
+            grids[side][at % CHUNK_TOKENS] = grid_of(raw[i], side ? value_exponent : key_exponent,
+                                                     side ? VALUE_BITS : KEY_BITS);
         }
         __syncwarp();
     }
 
-    // A lane's words of a token's key.
-    static DEVICE void load_words(u32 (&words)[LANE_WORDS], const u32* row, int t) {
-        if constexpr (EXACT_WORDS && LANE_WORDS == 2) {
-            const u64 pair = *(const u64*)(row + 2 * t);
-            words[0] = (u32)pair;
-            words[1] = (u32)(pair >> 32);
-        } else if constexpr (EXACT_WORDS && LANE_WORDS == 4) {
-            const Quad quad = *(const Quad*)(row + 4 * t);
-            words[0] = quad.x; words[1] = quad.y; words[2] = quad.z; words[3] = quad.w;
-        } else {
-            UNROLL for (int w = 0; w < LANE_WORDS; w++) {
-                const int word = t * LANE_WORDS + w;
-                words[w] = EXACT_WORDS || word < WORDS ? row[word] : 0;
-            }
-        }
-    }
-
-    // With two groups, which are the bytes' places in a half word, the bytes are sorted by group
-    // first (`part_channel`): every part is of one group, and nothing is multiplied twice.
-    DEVICE u32 sorted_part(const u32 (&words)[LANE_WORDS], int k) const {
-        const u32 order = part_group(k) ? 0x7531 : 0x6420;
-        if constexpr (LANE_WORDS == 1) {  // of one word: two slots at a time, the lower one above
-            const u32 x = permute_bytes(words[0], words[0] * 4, order);
-            return (k % 2 ? x : x * shift[1]) & 0xc0c0c0c0u;
-        } else {
-            const u32 x = permute_bytes(words[k / 8 * 2], words[k / 8 * 2 + 1], order);
-            return (k % 4 == 3 ? x : x * shift[k % 4]) & 0xc0c0c0c0u;
-        }
-    }
-
-    DEVICE void multiply_sorted(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
+    DEVICE void multiply_sorted(int (&sums)[ROW_GROUPS][GROUPS][4],
+                                const u32 (&words)[2][KEY_REGISTERS]) {
         UNROLL for (int k = 0; k < KEY_PARTS; k += 2) {
             const int group = part_group(k);
-            const u32 a0 = sorted_part(words[0], k), a1 = sorted_part(words[1], k);
-            const u32 a2 = sorted_part(words[0], k + 1), a3 = sorted_part(words[1], k + 1);
+            const u32 a0 = sorted_part(words[0], k, shift), a1 = sorted_part(words[1], k, shift);
+            const u32 a2 = sorted_part(words[0], k + 1, shift), a3 = sorted_part(words[1], k + 1, shift);
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
                 if (first_of_group(k))
                     mma_bytes_from(sums[rows][group], start, a0, a1, a2, a3, query[rows][k], query[rows][k + 1]);
@@ -338,8 +316,8 @@ struct History {
         }
     }
 
-    // q' . c of a tile, high and low bytes of q' apart: 64 times it, over the group's channels.
-    DEVICE void multiply(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][LANE_WORDS]) {
+    // q' . c of a tile, high and low bytes of q' apart: KEY_UNIT times it, over the group's channels.
+    DEVICE void multiply(int (&sums)[ROW_GROUPS][GROUPS][4], const u32 (&words)[2][KEY_REGISTERS]) {
         if constexpr (SORTED_PARTS) return multiply_sorted(sums, words);
         if (GROUPS > 1)
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++)
@@ -347,11 +325,8 @@ struct History {
                     UNROLL for (int i = 0; i < 4; i++) sums[rows][group][i] = start[i];
         UNROLL for (int k = 0; k < KEY_PARTS; k += 2) {
             u32 code[2][2];
-            UNROLL for (int part = 0; part < 2; part++) {
-                const int slot = (k + part) / LANE_WORDS, w = (k + part) % LANE_WORDS;
-                UNROLL for (int i = 0; i < 2; i++)
-                    code[part][i] = (slot == 3 ? words[i][w] : words[i][w] * shift[slot]) & 0xc0c0c0c0u;
-            }
+            UNROLL for (int part = 0; part < 2; part++)
+                UNROLL for (int i = 0; i < 2; i++) code[part][i] = key_part(words[i], k + part, shift);
             UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
                 const u32 b0 = query[rows][k], b1 = query[rows][k + 1];
                 if (GROUPS == 1 && k == 0) {
@@ -375,21 +350,11 @@ struct History {
     DEVICE void add_values(const u32 (&b)[WEIGHT_GROUPS][COLUMN_TILES][2], const u32* codes) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         UNROLL for (int block = 0; block < (PADDED + 7) / 8; block++) {
-            const int word = PADDED == 4 ? (g & 3) : 8 * block + g;
-            u32 v[4];
-            UNROLL for (int i = 0; i < 4; i++) {
-                const int token = 2 * t + (i & 1) + 8 * (i >> 1);
-                v[i] = EXACT_WORDS || word < WORDS ? codes[token * WORDS + word] : 0;
-            }
-            const u32 byte = PADDED == 4 ? g >> 2 : 0;  // four words: lanes g and g + 4 share one
-            const u32 low = 0x5410 + 0x1111 * byte, high = 0x7632 + 0x1111 * byte;
-            u32 x[4] = {permute_bytes(v[0], v[1], low), permute_bytes(v[0], v[1], high),
-                        permute_bytes(v[2], v[3], low), permute_bytes(v[2], v[3], high)};
-            constexpr int SLOTS = PADDED == 4 ? 4 : 8;
-            UNROLL for (int p0 = 0; p0 < SLOTS; p0++) {
-                if (p0 == 4) UNROLL for (int i = 0; i < 4; i++) x[i] >>= 8;
-                const u32 mask = 0x00030003u << (2 * (p0 & 3));
-                const u32 a0 = x[0] & mask, a1 = x[1] & mask, a2 = x[2] & mask, a3 = x[3] & mask;
+            u32 x[4], odd[ODD_REGISTERS];
+            const u32 byte = load_value(x, odd, codes, block, g, t, shift);
+            UNROLL for (int p0 = 0; p0 < VALUE_SLOTS; p0++) {
+                const u32 a0 = value_slot(x, odd, p0, 0), a1 = value_slot(x, odd, p0, 1);
+                const u32 a2 = value_slot(x, odd, p0, 2), a3 = value_slot(x, odd, p0, 3);
                 UNROLL for (int c = 0; c < COLUMN_TILES; c++) {
                     float (&d)[4] = out[c][8 * block + p0];
                     if constexpr (PADDED == 4 && WEIGHT_GROUPS == 2) {  // the group is the lane's byte
@@ -446,7 +411,7 @@ struct History {
         UNROLL for (int rows = 0; rows < ROW_GROUPS; rows++) {
             UNROLL for (int group = 0; group < GROUPS; group++) {
                 float sum = GROUP_COLUMNS ? column_sums[group] : tokens_sum(lo[rows][group]);
-                if (PARAMETERS == 2) sum *= -1.5f;
+                if (PARAMETERS == 2) sum *= -middle_of(VALUE_BITS);
                 if (g == 0) s.warp_lo[warp][4 * rows + t][group] = sum;
             }
         }
@@ -460,7 +425,7 @@ struct History {
         UNROLL for (int n = 0; n < COLUMN_TILES; n++)
             UNROLL for (int tile = 0; tile < ROW_TILES; tile++)
                 UNROLL for (int i = 0; i < 4; i++)
-                    out[n][tile][i] *= 16777216.0f / (float)(1 << (2 * (tile & 3)));
+                    out[n][tile][i] *= 16777216.0f / (float)(1 << value_place(tile));
         merge_warps<ROW_TILES>(results, 0, out, m, l, [](int tile, int g, int half) {
             return tile_valid(tile, g) ? tile_channel(tile, g, half) : -1;
         });

@@ -24,6 +24,8 @@ class PackedFormat:
     groups: int
     parameters: str
     page_size: int
+    key_bits: int
+    value_bits: int
     bfloat16: bool  # activations; otherwise float16
 
     def macros(self) -> dict[str, int]:
@@ -32,23 +34,36 @@ class PackedFormat:
             "GROUPS": self.groups,
             "PARAMETERS": PARAMETER_CODES[self.parameters],
             "PAGE": self.page_size,
+            "KEY_BITS": self.key_bits,
+            "VALUE_BITS": self.value_bits,
             "BF16": int(self.bfloat16),
         }
 
 
-def format_of(x: Tensor, layer: LayerCache) -> tuple[int, int, str, int, bool]:
+def format_of(x: Tensor, layer: LayerCache) -> tuple[int, int, str, int, int, int, bool]:
     """The fields of a `PackedFormat`, for activations and a layer."""
     layout = layer.layout
-    stored = (layout.head_dim, layout.groups, layout.parameter_format, layout.page_size)
-    return (*stored, x.dtype == torch.bfloat16)
+    return (
+        layout.head_dim,
+        layout.groups,
+        layout.parameter_format,
+        layout.page_size,
+        layout.key_bits,
+        layout.value_bits,
+        x.dtype == torch.bfloat16,
+    )
 
 
-def unsupported_format(x: Tensor, layer: LayerCache) -> str | None:
-    """Why no CUDA kernel takes this layer, or None."""
+def unsupported_format(x: Tensor, layer: LayerCache, most_bits: int) -> str | None:
+    """Why a CUDA kernel for codes of 2 and up to so many bits does not take this layer, or None."""
     layout = layer.layout
     words = layout.head_dim // 16
-    if (layout.key_bits, layout.value_bits) != (2, 2):
+    bits = max(layout.key_bits, layout.value_bits)
+    if bits > most_bits:
         return f"{layout.key_bits} and {layout.value_bits} bits"
+    # The high bits of 3 must fill whole words, as the low ones do.
+    if bits == 3 and (words % 2 or layout.groups > 1):
+        return f"3 bits in {layout.groups} groups of head_dim {layout.head_dim}"
     if layout.head_dim > LARGEST_HEAD_DIM:
         return f"head_dim {layout.head_dim}"
     # Groups must be runs of slots, the same in every word.

@@ -79,8 +79,8 @@ DEVICE void prepare_queries(const Arguments& a) {
         }
         if (lane == 0 && b < a.batch) {
             PreparedQueries& result = *prepared(a, b, head, row_block);
-            // A sum of bytes counts 64 c in units of 256.
-            result.product[r] = exact_times_magic(top * (scale / (127.0f * 64.0f)));
+            // A sum of bytes counts 64 c, or 16 c, in units of 256.
+            result.product[r] = exact_times_magic(top * (scale / (127.0f * KEY_UNIT)));
             result.mean[r] = mean * scale;
             UNROLL for (int group = 0; group < GROUPS; group++)
                 result.offset[r][group] = sums[group] * scale;

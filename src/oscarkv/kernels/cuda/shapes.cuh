@@ -5,10 +5,11 @@ constexpr int COLUMN_TILES = (ROW_GROUPS + 1) / 2;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_PAGE = PAGE / TILE;
 constexpr int CHUNKS_PER_PAGE = (TILES_PER_PAGE + CHUNK - 1) / CHUNK;  // the last may be shorter
-constexpr int CODE_BYTES = TILE * 4 * WORDS;  // of a tile, one side
-constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;
-constexpr int STAGE_BYTES = 2 * CHUNK * (CODE_BYTES + STORED_BYTES);
-constexpr int TILE_BYTES = 2 * (CODE_BYTES + STORED_BYTES);
+constexpr int KEY_CODE_BYTES = TILE * 4 * KEY_WORDS, VALUE_CODE_BYTES = TILE * 4 * VALUE_WORDS;
+constexpr int CODE_BYTES = KEY_CODE_BYTES + VALUE_CODE_BYTES;  // of a tile
+constexpr int STORED_BYTES = TILE * PARAMETER_BYTES;  // of one side
+constexpr int TILE_BYTES = CODE_BYTES + 2 * STORED_BYTES;
+constexpr int STAGE_BYTES = CHUNK * TILE_BYTES;
 constexpr int WINDOW_COST = (72 * HEAD_DIM + TILE_BYTES / 2) / TILE_BYTES;  // 64 d bytes, and slower
 constexpr int SMALLEST_PART = 64;   // units; windows of one part, at most, are less
 constexpr int PART_COST = 48;       // units: what a further part costs a block
@@ -45,7 +46,12 @@ constexpr int WINDOW_CHUNKS = (HEAD_DIM + 31) / 32;
 constexpr float NOTHING = -1e30f;  // reference of a row that has seen no key
 constexpr float MAGIC = 12582912.0f;  // 1.5 2^23: adding an integer to its bits adds it to it
 DEVICE float exact_times_magic(float x) { return as_float(as_bits(x) & ~3u); }  // 22 bits times 3
-constexpr bool FLOAT_BITS = HEAD_DIM <= 128;  // sums of products stay below 2^22
+constexpr int KEY_UNIT = KEY_BITS == 3 ? 16 : 64;  // of codes as bytes: at the top, or one below it
+// Sums of products stay below 2^22.
+constexpr bool FLOAT_BITS = HEAD_DIM <= (KEY_BITS == 3 ? 256 : 128);
+// Of codes of so many bits: their middle, what lo is -s times; and log8's unit of lo / s.
+DEVICE constexpr float middle_of(int bits) { return bits == 3 ? 3.5f : 1.5f; }
+DEVICE constexpr float step_of(int bits) { return bits == 3 ? 7.0f / 96.0f : 1.0f / 32.0f; }
 // Two weights p s as halves (they end at 65504): adding this sets the top bit of one above 4096.
 constexpr u32 ABOVE_4096 = 0x13ff13ffu;
 constexpr u32 ALWAYS_OVER = 0x80008000u;

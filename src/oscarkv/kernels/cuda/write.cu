@@ -39,6 +39,7 @@ constexpr int STARTS = 3, REFINE_ROUNDS = 3;
 constexpr int STARTS_AT_ONCE = TOKEN_TILES == 1 && HEAD_DIM <= 128 ? STARTS : 1;  // hides latencies
 constexpr u32 PAIR_2044 = 0x67fc67fcu;      // two halves
 static_assert(GROUPS == 1 || EXACT_WORDS, "groups are runs of slots");
+static_assert(KEY_BITS == 2 && VALUE_BITS == 2, "more bits are written by the portable kernels");
 static_assert(TILES / GROUPS % 2 == 0 && REFINED_TILES % 2 == 0, "sums go over 16 columns");
 static_assert(!REFINED || GROUPS <= 2 && (!SPLIT || SYMMETRIC), "one scale, or one for each kind");
 
