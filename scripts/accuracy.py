@@ -74,6 +74,7 @@ class Lab:
     plan: Plan
     deadline: float
     backend: str  # of the packed cache, in which the table of methods is measured; "": simulate
+    only: tuple[str, ...] = ()  # of methods and lengths: these rows, beside those there are
     results: dict[str, Any] = field(default_factory=dict)
     references: dict[str, Tensor] = field(default_factory=dict)
     sequences: list[Tensor] = field(default_factory=list)
@@ -138,12 +139,24 @@ class Lab:
                 checkpoint=self.done,
                 references=self.references,
             )
-            self.results[section] = _plain(found)
+            self.results[section] = self._beside(self.results.get(section), _plain(found))
             self.save()
             score = found.recipes[name]
             self.say(f"{section}: {name:40} {score.bits_128k:.3f} {score.kl:.5f} {score.top1:.4f}")
         assert found is not None
         return found
+
+    def _beside(self, old: Any, new: Any) -> Any:
+        """With --only, rows that are there stay: those of the same windows."""
+        if not self.only or old is None:
+            return new
+        same = ("model", "text_sha256", "length", "windows", "strict")
+        if differing := [key for key in same if old[key] != new[key]]:
+            raise SystemExit(f"the file's rows have another {', '.join(differing)}")
+        return new | {"recipes": old["recipes"] | new["recipes"]}
+
+    def _asked(self, names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if not self.only or name in self.only]
 
     def _progress(self, *_: Any) -> None:
         if time.time() > self.deadline:
@@ -161,14 +174,14 @@ class Lab:
     def methods(self) -> None:
         # Groups of 64 are the head where that is no larger.
         grouped = self.dim() % 64 == 0 and self.dim() > 64
-        names = [name for name in self.plan.packed if grouped or name != "paper-softmax"]
+        names = [n for n in self._asked(self.plan.packed) if grouped or n != "paper-softmax"]
         artifacts = self.fit({name: Recipe.named(name) for name in names})
         subjects = {n: self.subject(a, self.backend) for n, a in artifacts.items()}
         simulated = fit_methods(
             self.model,
             self.tokenizer,
             self.text("wiki-calibration"),
-            [simulations()[name] for name in self.plan.simulated],
+            [simulations()[name] for name in self._asked(self.plan.simulated)],
         )
         self.measure("methods", subjects | simulated, self.plan.methods)
 
@@ -185,7 +198,7 @@ class Lab:
         self.measure("alone", fitted | simulated, self.plan.alone)
 
     def lengths(self) -> None:
-        names = list(self.plan.long_recipes)
+        names = self._asked(self.plan.long_recipes)
         artifacts = self.fit({n: Recipe.named(n) for n in names if n in presets()})
         methods = [simulations()[n] for n in names if n in simulations()]
         simulated = fit_methods(self.model, self.tokenizer, self.text("wiki-calibration"), methods)
@@ -208,6 +221,17 @@ class Lab:
             fitted = self.fit({"uniform": UNIFORM}, one)
             subjects[str(one)] = self.subject(fitted["uniform"])
         self.measure("robustness", subjects, self.plan.robustness)
+
+    def shares(self) -> None:
+        """The same of `balanced`, whose bits by layer come from the text as well."""
+        fitted = {
+            str(one): self.fit({"balanced": Recipe.named("balanced")}, one)["balanced"]
+            for one in self.plan.calibrations
+            if one.general
+        }
+        self.results["shares-bits"] = {name: bits_by_layer(a) for name, a in fitted.items()}
+        subjects = {name: self.subject(artifact) for name, artifact in fitted.items()}
+        self.measure("shares", subjects, self.plan.robustness)
 
     def split(self) -> None:
         """Keys and values apart, layer by layer (and head by head)."""
@@ -237,11 +261,7 @@ class Lab:
             if affordable(COMPACT, self.dim(), self.layers(), budget) > 0:
                 recipes[name] = COMPACT.replace(budget=budget, name=name)
         fitted = self.fit(recipes)
-        self.results["tuned-bits"] = {
-            name: {str(layer): list(bits) for layer, bits in sorted(a.layer_bits.items())}
-            for name, a in fitted.items()
-            if a.mixed
-        }
+        self.results["tuned-bits"] = {n: bits_by_layer(a) for n, a in fitted.items() if a.mixed}
         subjects = {name: self.subject(artifact) for name, artifact in fitted.items()}
         self.measure("tuned", subjects, self.plan.parts)
 
@@ -298,6 +318,10 @@ class Lab:
         return int(found or config.hidden_size // config.num_attention_heads)
 
 
+def bits_by_layer(artifact: Artifact) -> dict[str, list[int]]:
+    return {str(layer): list(bits) for layer, bits in sorted(artifact.layer_bits.items())}
+
+
 def _plain(found: Any) -> Any:
     """JSON has no NaN: what is unknown is null."""
     value = dataclasses.asdict(found) if dataclasses.is_dataclass(found) else found
@@ -319,6 +343,9 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="directory of text files")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sections", default="", help="only these, comma-separated")
+    parser.add_argument(
+        "--only", default="", help="of the sections methods and lengths, these rows alone"
+    )
     parser.add_argument("--budget", type=float, default=math.inf, help="stop after seconds")
     parser.add_argument(
         "--backend",
@@ -340,6 +367,7 @@ def main() -> None:
         plan,
         deadline,
         arguments.backend,
+        tuple(filter(None, arguments.only.split(","))),
     )
     if arguments.json.exists():
         lab.results = json.loads(arguments.json.read_text())

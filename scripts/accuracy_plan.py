@@ -176,6 +176,7 @@ class Plan:
         "lengths",
         "ablation",
         "robustness",
+        "shares",
         "split",
         "tuned",
         "parts",

@@ -49,6 +49,22 @@ GRID = [
     (Shape(64, None, "log8-symmetric", 64, BF16, 3, split=True), 1),
     (Shape(128, None, "log8-symmetric", 112, HALF, 6, split=True), 2),
     (Shape(256, None, "log8-symmetric", 128, BF16, 4, split=True), 1),
+    # Keys, values or both with 3 bits.
+    (Shape(128, None, "log8-symmetric", 64, BF16, 6, bits=(3, 3)), 1),
+    (Shape(128, None, "log8-symmetric", 64, BF16, 6, bits=(3, 2)), 1),
+    (Shape(128, None, "log8-symmetric", 64, BF16, 6, bits=(2, 3)), 1),
+    (Shape(128, None, "fp16", 112, HALF, 16, bits=(3, 3), refined=False), 2),
+    (Shape(128, None, "log8", 16, HALF, 7, bits=(2, 3)), 8),
+    (Shape(64, None, "log8-symmetric", 64, BF16, 3, bits=(3, 3)), 1),
+    (Shape(64, None, "log8", 256, HALF, 5, bits=(3, 2)), 4),
+    (Shape(64, None, "fp16", 16, BF16, 12, bits=(2, 3), refined=False), 1),
+    (Shape(96, None, "log8-symmetric", 48, HALF, 1, bits=(3, 3)), 1),
+    (Shape(96, None, "fp16", 64, BF16, 8, bits=(3, 2)), 3),
+    (Shape(96, None, "log8", 128, BF16, 2, bits=(2, 3)), 7),
+    (Shape(192, None, "log8", 64, BF16, 4, bits=(3, 3)), 1),
+    (Shape(256, None, "log8-symmetric", 64, BF16, 4, bits=(3, 3)), 1),
+    (Shape(256, None, "fp16", 16, HALF, 3, bits=(3, 2)), 5),
+    (Shape(256, None, "log8", 112, BF16, 1, bits=(2, 3)), 1),
 ]
 
 
@@ -161,6 +177,8 @@ def test_folded_values(backend: CudaBackend, device: torch.device) -> None:
         (Shape(128, 32, "log8", 112, HALF, 8), 1),
         (Shape(128, None, "fp16", 64, BF16, 7), 8),
         (Shape(256, None, "fp16", 64, BF16, 2), 3),
+        (Shape(128, None, "log8-symmetric", 64, BF16, 6, bits=(3, 3)), 1),
+        (Shape(64, None, "log8-symmetric", 64, BF16, 3, bits=(2, 3)), 1),
     ],
 )
 def test_values_times_a_hadamard_matrix(
@@ -189,11 +207,16 @@ SIZES = [
 @pytest.mark.parametrize(
     "numbers", SIZES, ids=lambda n: "-".join(f"{k}{v:g}" for k, v in n.items())
 )
+@pytest.mark.parametrize("bits", [(2, 2), (3, 3)], ids=["2-bits", "3-bits"])
 @pytest.mark.parametrize("parameters", ["fp16", "log8"])
 def test_large_and_small_numbers(
-    parameters: str, numbers: dict[str, float], backend: CudaBackend, device: torch.device
+    parameters: str,
+    bits: tuple[int, int],
+    numbers: dict[str, float],
+    backend: CudaBackend,
+    device: torch.device,
 ) -> None:
-    shape = PLAIN._replace(parameters=parameters)
+    shape = PLAIN._replace(parameters=parameters, bits=bits)
     make_step(shape, [330, 1000, 4000], device=device, **numbers).check(backend)
 
 
