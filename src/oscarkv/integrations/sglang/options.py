@@ -33,12 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--oscarkv-{name}", type=int, metavar="N", default=none, help="Not the recipe's."
         )
-    group.add_argument(
-        "--oscarkv-strict",
-        action="store_true",
-        default=none,
-        help="Answers that do not depend on chunks and prefix hits.",
-    )
+    for name, text in (
+        ("strict", "Answers that do not depend on chunks and prefix hits."),
+        ("uniform", "The recipe's bits in all layers: more tokens, less exact answers."),
+    ):
+        group.add_argument(f"--oscarkv-{name}", action="store_true", default=none, help=text)
     group.add_argument(
         "--oscarkv-backend", choices=("auto", *BACKENDS), default=none, help="The kernels."
     )
