@@ -16,7 +16,11 @@ from oscarkv.calibration.statistics import LayerStatistics
 from oscarkv.errors import CalibrationError, UnsupportedModelError
 from oscarkv.integrations.transformers.attach import values_are_folded
 from oscarkv.integrations.transformers.geometry import ModelGeometry, describe
-from oscarkv.integrations.transformers.layer_costs import share_out
+from oscarkv.integrations.transformers.layer_costs import (
+    LENGTH,
+    share_out,
+    shortest_measured,
+)
 from oscarkv.integrations.transformers.passes import CalibrationRun, Progress, blends
 from oscarkv.integrations.transformers.text import (
     calibration_sequences,
@@ -148,8 +152,15 @@ def calibrate_many(
             )
     for index, artifact in found.items():
         if artifact.recipe.budget is not None:
+            measured = max(min(length // 2, LENGTH), shortest_measured(artifact.recipe))
             found[index] = share_out(
-                model, tokenizer, texts, artifact, general=general, progress=progress
+                model,
+                tokenizer,
+                texts,
+                artifact,
+                general=general,
+                length=measured,
+                progress=progress,
             )
     return [found[index] for index in range(len(named))]
 
