@@ -32,20 +32,20 @@ def test_tasks_are_asked_compared_and_gone_on_with(
     words += [artifact, "--max-new-tokens", 4, "--json", out]
     first = run(*words)
     assert first.exit_code == 0, first.output
-    assert "balanced" in first.output
+    assert "uniform" in first.output
     assert "full precision" in first.output
     data = json.loads(out.read_text())
-    assert data["settings"]["balanced"]["bits_128k"] < 4
+    assert data["settings"]["uniform"]["bits_128k"] < 4
     answers = data["tasks"]["gsm8k"]["answers"]
-    assert {len(answers[name]["0"]) for name in ("balanced", "full precision")} == {3}
-    data["tasks"]["gsm8k"]["answers"]["balanced"]["0"]["1"]["text"] = "kept"
+    assert {len(answers[name]["0"]) for name in ("uniform", "full precision")} == {3}
+    data["tasks"]["gsm8k"]["answers"]["uniform"]["0"]["1"]["text"] = "kept"
     out.write_text(json.dumps(data))
     assert run(*words).exit_code == 0
-    kept = json.loads(out.read_text())["tasks"]["gsm8k"]["answers"]["balanced"]["0"]["1"]
+    kept = json.loads(out.read_text())["tasks"]["gsm8k"]["answers"]["uniform"]["0"]["1"]
     assert kept["text"] == "kept"
     other = run(*words, "--recent", 64)
     assert other.exit_code == 2
-    assert "holds answers of balanced with another bits_128k, recent" in other.stderr
+    assert "holds answers of uniform with another bits_128k, recent" in other.stderr
     other = run(*words, "--dtype", "bfloat16")
     assert other.exit_code == 2
     assert "holds answers of full precision with another dtype;" in other.stderr
@@ -77,14 +77,14 @@ def test_settings_of_vllm_tell_what_answers_depend_on(
 
     monkeypatch.setattr("oscarkv.benchmark.machine.gpus", lambda: [object()])
     before = describe()
-    assert before["full precision"]["weights"] == artifacts["balanced"].model.fingerprint
+    assert before["full precision"]["weights"] == artifacts["uniform"].model.fingerprint
     assert before["full precision"]["attention"] == "FLASH_ATTN"
     assert gather.same_settings(before, describe(baseline="FLASH_ATTN")) == before
     for changes, message in (
         ({"baseline": "TRITON_ATTN"}, "full precision with another attention;"),
         ({"knobs": {"dtype": "float16"}}, "full precision with another dtype, engine_options;"),
         ({"knobs": {"enforce_eager": True}}, "full precision with another engine_options;"),
-        ({"backend": "triton"}, "balanced with another backend;"),
+        ({"backend": "triton"}, "uniform with another backend;"),
     ):
         with pytest.raises(OscarError, match=message):
             gather.same_settings(before, describe(**changes))

@@ -30,7 +30,7 @@ def test_paper_goes_out_and_comes_back(run: Run, tiny: Path, text: Path, tmp_pat
 
 def test_refusals(refuses: Callable[..., str], tiny: Path, artifact: Path, tmp_path: Path) -> None:
     line = refuses("zoo", "export", artifact, "-o", tmp_path / "zoo")
-    assert "'balanced'" in line
+    assert "'uniform'" in line
     assert "--recipe paper" in line
     missing = tmp_path / "none.pt"
     out = tmp_path / "a.safetensors"

@@ -17,8 +17,8 @@ from oscarkv.integrations.transformers import calibrate as calibration
 from oscarkv.integrations.transformers import passes
 from oscarkv.integrations.transformers.calibrate import calibrate, calibrate_many
 from oscarkv.integrations.transformers.text import (
+    again,
     cut_sequences,
-    echo,
     echoes,
     general_sequences,
     text_sha256,
@@ -297,8 +297,8 @@ def test_general_text_is_bounded_and_echoes_repeat() -> None:
         assert sequence.shape == (1, 100)
         assert torch.equal(sequence[:, :50], sequence[:, 50:])
     odd = torch.arange(10, 21)[None]
-    assert echo(odd, tokenizer).tolist() == [[10, 11, 12, 13, 14] * 2]
-    assert echo(odd, BeginningTokenizer()).tolist() == [[10, *[11, 12, 13, 14, 15] * 2]]
+    assert again(odd, tokenizer)[0].tolist() == [*range(10, 18), 10, 11, 12]
+    assert again(odd, BeginningTokenizer())[0].tolist() == [*range(10, 18), 11, 12, 13]
 
 
 class BeginningTokenizer:
