@@ -6,14 +6,6 @@
 // word becomes two registers, of its even and of its odd slots, fields of 3 bits, 4 bits apart.
 // (tests/kernels/test_cuda_codes.py does all steps in Python.)
 
-// Bits of a where the mask is set, of b elsewhere. Written in C, it becomes two instructions: what is
-// read of the result makes two masks of one.
-DEVICE u32 mix(u32 a, u32 b, u32 mask) {
-    u32 y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(y) : "r"(a), "r"(b), "r"(mask));
-    return y;
-}
-
 constexpr u32 LOW_BITS = 0x33333333u;  // of fields, 4 bits apart
 
 // -- keys ----------------------------------------------------------------------------------------

@@ -1,23 +1,5 @@
 // Rows of keys or values, centred, times their transform: near float precision on the matrix units.
 
-DEVICE u32 add_pair(u32 a, u32 b) {
-    u32 y;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
-DEVICE u32 add_saturated(u32 a, u32 b) {  // to [0, 1]
-    u32 y;
-    asm("add.rn.sat.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-
-DEVICE float reaches(float x, float threshold) {  // 1 or 0
-    float y;
-    asm("set.ge.f32.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(threshold));
-    return y;
-}
-
 template <int SIZE> DEVICE float divided(float x) {
     if ((SIZE & (SIZE - 1)) == 0) return __fmul_rn(x, 1.0f / SIZE);
     return __fdiv_rn(x, (float)SIZE);
@@ -41,12 +23,6 @@ DEVICE u32 row_sum(u32 x) {
 DEVICE bool exists(int t, int q) {  // number q of lane t
     return EXACT_WORDS || t * LANE_WORDS + q % LANE_WORDS < WORDS;
 }
-
-DEVICE void copy_to_shared(u32 shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global));
-}
-
-DEVICE void wait_for_shared() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 using Numbers = float[TILES][4];  // [q / 2][2 * token tile + q % 2]
 
