@@ -1,4 +1,4 @@
-"""The CUDA decode kernel against the oracle in fp64 (needs a GPU: make test-gpu).
+"""The CUDA decode kernel against the oracle in fp64 (compiled: make test-gpu; else emulated).
 
 What a kernel must not read is NaN, and what it must not write is checked: see `steps.py`.
 """
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from oscarkv.kernels.cuda import decode
 from oscarkv.kernels.cuda.backend import CudaBackend
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.compiled
 
 
 # -- decode: geometries --------------------------------------------------------------------------
@@ -132,12 +132,14 @@ def test_a_few_long_among_many_short(backend: CudaBackend, device: torch.device)
     make_step(PLAIN, [30_000, *[330] * 40, 12_345], 2, device=device).check(backend)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_thousands_of_pages(page_size: int, backend: CudaBackend, device: torch.device) -> None:
     shape = PLAIN._replace(page_size=page_size)
     make_step(shape, [200_003], device=device).check(backend)
 
 
+@pytest.mark.gpu
 def test_a_million_tokens(backend: CudaBackend, device: torch.device) -> None:
     make_step(PLAIN._replace(kv_heads=1), [1_048_576, 5], device=device).check(backend)
 
@@ -289,6 +291,7 @@ def test_strided_queries_outputs_tables_and_pools(
     assert bool(wide.tensor.isnan().all())
 
 
+@pytest.mark.gpu
 def test_a_replayed_graph_reads_what_the_tensors_hold_then(
     backend: CudaBackend, device: torch.device
 ) -> None:
@@ -312,6 +315,7 @@ def test_a_replayed_graph_reads_what_the_tensors_hold_then(
         assert out.intact()
 
 
+@pytest.mark.gpu
 def test_other_widths_go_to_the_portable_backend(
     backend: CudaBackend, device: torch.device
 ) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA write kernel against the oracle, byte by byte (needs a GPU: make test-gpu).
+"""The CUDA write kernel against the oracle, byte by byte (compiled: make test-gpu; else emulated).
 
 What a kernel must not read is NaN, and what it must not write is checked: see `steps.py`.
 """
@@ -22,7 +22,7 @@ from oscarkv.kernels.cuda.backend import CudaBackend
 from oscarkv.kernels.torch_backend import TorchBackend
 from oscarkv.linalg import hadamard
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.compiled
 
 
 # -- write ---------------------------------------------------------------------------------------
@@ -209,6 +209,7 @@ def test_writing_stays_between_its_guards(backend: CudaBackend, device: torch.de
     assert bool(window.tensor[:, ::2].isnan().all())
 
 
+@pytest.mark.gpu
 def test_a_captured_write_reads_what_the_tensors_hold_then(
     backend: CudaBackend, device: torch.device
 ) -> None:

@@ -24,8 +24,8 @@ constexpr int QUERY_THREADS = 32 * QUERY_ROWS;  // a warp for each row, at least
 // Block (x, y): head x, and rows N y ... of those of all pairs, in the order of their records.
 template <int N>
 DEVICE void prepare_queries(const Arguments& a) {
-    __shared__ alignas(16) u8 scratch[16 * N * QUERY_THREADS];
-    __shared__ alignas(16) float rows[N][STRIDE];  // queries, then transformed
+    alignas(16) __shared__ u8 scratch[16 * N * QUERY_THREADS];
+    alignas(16) __shared__ float rows[N][STRIDE];  // queries, then transformed
     constexpr int EACH = (HEAD_DIM + 31) / 32;  // channels of a lane
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
     const int first = N * blockIdx.y;
