@@ -13,7 +13,8 @@ from test_vllm_refusals import config
 
 import oscarkv
 from oscarkv.errors import OscarError
-from oscarkv.evaluation.fidelity import _hidden_states, _log_probabilities
+from oscarkv.evaluation.fidelity import _hidden_states
+from oscarkv.integrations.transformers.predictions import log_probabilities
 
 ON = {"canary": {}}
 
@@ -57,7 +58,7 @@ def test_small_windows_lose_what_oscarcache_loses(tiny_model, tokens, knobs):
     cache = oscarkv.OscarCache(model, tiny_model.artifact, strict=True)
     with torch.no_grad():
         exact, packed = (
-            _log_probabilities(model, _hidden_states(model, ids, kept, True)[-512:])
+            log_probabilities(model, _hidden_states(model, ids, kept, True)[-512:])
             for kept in (None, cache)
         )
     kl = (exact.exp() * (exact - packed)).sum(-1).mean()

@@ -9,6 +9,7 @@ keys of two of 30), which running text hardly shows. A sequence has both:
                running            |   looked up
 
 Layers before the one that is rounded do what they did in the exact pass: they are not run again.
+All of it is computed in fp32: most parts cost less than what rounding to 16 bits does by itself.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from oscarkv.calibration.budget import (
 from oscarkv.calibration.general import general_texts
 from oscarkv.integrations.transformers.attention import attention_implementation
 from oscarkv.integrations.transformers.geometry import decoder_layers
+from oscarkv.integrations.transformers.precision import computing_in_float32
 from oscarkv.integrations.transformers.predictions import log_probabilities
 from oscarkv.integrations.transformers.simulate import SimulatedCache, Windows
 from oscarkv.integrations.transformers.text import again, spread_sequences
@@ -127,16 +129,18 @@ class LayerCosts:
         self, reading: _Reading, rounding: dict[int, simulation.Quantizer], first: int
     ) -> Cost:
         if not reading.predicted:
-            with _recording(self.layers, reading.outputs):
-                hidden = self._read(reading.sequence, {})
-            for kind, positions in reading.scored.items():
-                reading.predicted[kind] = log_probabilities(self.model, hidden[positions])
-        with _starting_at(self.layers, first, reading.outputs):
-            hidden = self._read(reading.sequence, rounding)
-        return {
-            kind: self._divergence(reading.predicted[kind], hidden[positions])
-            for kind, positions in reading.scored.items()
-        }
+            with computing_in_float32(self.model, self.layers):
+                with _recording(self.layers, reading.outputs):
+                    hidden = self._read(reading.sequence, {})
+                for kind, positions in reading.scored.items():
+                    reading.predicted[kind] = log_probabilities(self.model, hidden[positions])
+        with computing_in_float32(self.model, self.layers[first:]):
+            with _starting_at(self.layers, first, reading.outputs):
+                hidden = self._read(reading.sequence, rounding)
+            return {
+                kind: self._divergence(reading.predicted[kind], hidden[positions])
+                for kind, positions in reading.scored.items()
+            }
 
     def _read(self, sequence: Tensor, rounding: dict[int, simulation.Quantizer]) -> Tensor:
         cache = SimulatedCache(self.model, rounding, self.windows)
