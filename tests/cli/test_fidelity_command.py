@@ -55,7 +55,12 @@ def test_tune(run: Run, tiny: Path, text: Path, other_text: Path, tmp_path: Path
     tuned = load_artifact(out)
     assert tuned.mixed
     assert 2.5 < tuned.bits() <= 2.8
-    assert "bits K, V" in run("inspect", out).stdout
+    shown = run("inspect", out).stdout
+    assert "bits K, V" in shown
+    assert "3 for" in shown
+    assert "predicted" in shown
+    assert "layer_costs" not in shown  # they are for --json
+    assert "layer_costs" in run("inspect", out, "--json").stdout
     measured = run(
         "eval", "fidelity", tiny, "--text", other_text, "--artifact", out, "--length", 600
     )

@@ -94,7 +94,7 @@ def test_costs_are_those_of_the_fidelity_lab(
                 torch.log_softmax(model.lm_head(hidden[positions]).float(), -1)
                 for hidden in (exact, rounded)
             )
-            found[kind] += float((p.exp() * (p - q)).sum(-1).mean()) / len(costs._readings)
+            found[kind] += float((p.exp() * (p - q)).sum(-1).mean().detach()) / len(costs._readings)
     assert costs.part((1, "keys")) == pytest.approx(found, rel=1e-3)
 
 
@@ -104,6 +104,18 @@ def test_more_bits_cost_less(costs: LayerCosts, artifact: Artifact) -> None:
             less, more = (costs.part((layer, side), more=more) for more in (False, True))
             for kind in KINDS:
                 assert more[kind] < less[kind] < costs.whole()[kind] * 1.5
+
+
+def test_weights_of_16_bits_are_measured_as_well(costs: LayerCosts, artifact: Artifact) -> None:
+    """Computed in 16 bits, parts would cost what they cost and the rounding of 16 bits."""
+    model = tiny.model().to(torch.bfloat16)
+    sequences = [reading.sequence for reading in costs._readings]
+    halves = LayerCosts(model, artifact, sequences)
+    wide = LayerCosts(model.float(), artifact, sequences)
+    for layer in artifact.layers:
+        for side in SIDES:
+            found, expected = halves.part((layer, side)), wide.part((layer, side))
+            assert found == pytest.approx(expected, rel=0.01)
 
 
 def budgeted(artifact: Artifact, parts: int) -> Artifact:

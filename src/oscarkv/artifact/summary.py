@@ -55,6 +55,31 @@ class ArtifactSummary:
         return "" if packed == layers else f" of the packed layers, {packed} of {layers}"
 
     @property
+    def more_bits(self) -> str:
+        """Which layers have codes of more bits than the others; empty: none."""
+        found = []
+        for side, bits in (
+            ("keys", {layer.layer: layer.key_bits for layer in self.layers}),
+            ("values", {layer.layer: layer.value_bits for layer in self.layers}),
+        ):
+            for count in sorted(set(bits.values()) - {min(bits.values())}):
+                of = ", ".join(str(layer) for layer, has in bits.items() if has == count)
+                found.append(f"{count} for {side} of {of}")
+        return "; ".join(found)
+
+    @property
+    def rounding(self) -> str:
+        """KL that rounding was measured to cost when bits were shared out; empty: it was not."""
+        costs = self.calibration.get("layer_costs")
+        if not costs:
+            return ""
+        kinds = [
+            f"{costs['all'][kind]:.4f} -> {costs['predicted'][kind]:.4f} ({kind})"
+            for kind in costs["all"]
+        ]
+        return f"{', '.join(kinds)}, predicted"
+
+    @property
     def fallback_heads(self) -> int:
         return sum(len(layer.fallback) for layer in self.layers)
 

@@ -104,6 +104,12 @@ def calibrate(
         highlight=False,
         soft_wrap=True,
     )
+    if summary.more_bits:
+        results.print(
+            f"bits by layer: {summary.more_bits}. KL of rounding {summary.rounding}",
+            highlight=False,
+            soft_wrap=True,
+        )
     results.print(
         f"wrote {output} ({size(output.stat().st_size)})", highlight=False, soft_wrap=True
     )

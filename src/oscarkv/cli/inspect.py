@@ -38,7 +38,11 @@ def _facts(summary: ArtifactSummary) -> Table:
     model = summary.model
     bits = [f"{length // 1024}K: {bits:.2f}" for length, bits in summary.bits.items()]
     knobs = [f"{knob}={value}" for knob, value in summary.knobs.items()]
-    facts = [f"{name} {value}" for name, value in summary.calibration.items() if value != []]
+    facts = [
+        f"{name} {value}"
+        for name, value in summary.calibration.items()
+        if value != [] and name != "layer_costs"
+    ]
     error = summary.mean_logit_error
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in (
@@ -51,6 +55,8 @@ def _facts(summary: ArtifactSummary) -> Table:
         ("recipe", f"{summary.recipe} ({', '.join(knobs) or 'all knobs at their defaults'})"),
         ("calibration", ", ".join(facts) or "none"),
         ("bits per element", f"{', '.join(bits)}{summary.bits_of}"),
+        ("bits by layer", summary.more_bits or "the same in all"),
+        *([("KL by more bits", summary.rounding)] if summary.rounding else []),
         ("mean logit error", "not measured" if error is None else f"{error:.4f}"),
         ("inverse error", f"{summary.inverse_error:.1e}"),
         ("fallback heads", f"{summary.fallback_heads} of {summary.heads}"),

@@ -67,6 +67,7 @@ def tune(
     start = options.parse_recipe(recipe)
 
     from oscarkv.artifact import save_artifact
+    from oscarkv.artifact.summary import summarise
     from oscarkv.calibration.budget import affordable
     from oscarkv.errors import OscarError
     from oscarkv.evaluation.checkpoint import Checkpoint
@@ -117,12 +118,10 @@ def tune(
     costs: dict[str, Any] = artifact.calibration.get("layer_costs", {})
     if costs:
         results.print(_table(artifact, costs))
-    change = ", ".join(
-        f"{costs['all'][kind]:.4f} -> {costs['predicted'][kind]:.4f} predicted ({kind})"
-        for kind in (costs["all"] if costs else ())
-    )
+    summary = summarise(artifact)
     results.print(
-        f"{output}: {artifact.bits():.3f} bits at 128K. KL on this text: {change or 'the same'}; "
+        f"{output}: {artifact.bits():.3f} bits at 128K. KL on this text: "
+        f"{summary.rounding or 'the same'}; "
         f"measure it on other text: oscarkv eval fidelity {model} --artifact {output} --text FILE",
         highlight=False,
         soft_wrap=True,
