@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import platform
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Lab:
     deadline: float
     backend: str  # of the packed cache, in which the table of methods is measured; "": simulate
     only: tuple[str, ...] = ()  # of methods and lengths: these rows, beside those there are
+    machine: Mapping[str, str] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
     references: dict[str, Tensor] = field(default_factory=dict)
     sequences: list[Tensor] = field(default_factory=list)
@@ -153,7 +155,16 @@ class Lab:
         same = ("model", "text_sha256", "length", "windows", "strict")
         if differing := [key for key in same if old[key] != new[key]]:
             raise SystemExit(f"the file's rows have another {', '.join(differing)}")
-        return new | {"recipes": old["recipes"] | new["recipes"]}
+        first = old["recipes"][old["paired_with"]]["kl_by_window"]
+        for score in new["recipes"].values():
+            score["measured_on"] = self.machine
+            differences = [a - b for a, b in zip(score["kl_by_window"], first, strict=True)]
+            score["kl_difference"] = statistics.fmean(differences)
+            error = statistics.stdev(differences) / len(differences) ** 0.5 if first[1:] else None
+            score["kl_difference_se"] = error
+        rows = old["recipes"] | new["recipes"]
+        order = [*self.plan.packed, *self.plan.simulated]
+        return old | {"recipes": {name: rows[name] for name in sorted(rows, key=order.index)}}
 
     def _asked(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if not self.only or name in self.only]
@@ -359,6 +370,11 @@ def main() -> None:
     logging.getLogger("oscarkv").setLevel(logging.ERROR)
     deadline = time.time() + arguments.budget
     model, tokenizer = load_model(arguments.model, dtype=plan.dtype, device=arguments.device)
+    machine = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+        "torch": torch.__version__,
+        "oscarkv": library_version(),
+    }
     lab = Lab(
         model,
         tokenizer,
@@ -368,23 +384,23 @@ def main() -> None:
         deadline,
         arguments.backend,
         tuple(filter(None, arguments.only.split(","))),
+        machine,
     )
     if arguments.json.exists():
         lab.results = json.loads(arguments.json.read_text())
         require_same(lab.results.get("about", {}), model.oscarkv_name, arguments.plan)
-    cuda = torch.cuda.is_available()
-    lab.results["about"] = {
+    about = {
         "model": model.oscarkv_name,
         "plan": arguments.plan,
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "oscarkv": library_version(),
+        **machine,
         "dtype": plan.dtype,
         "texts_sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(arguments.texts.glob("*.txt") if arguments.texts else ())
         },
     }
+    if not lab.only or "about" not in lab.results:
+        lab.results["about"] = about
     lab.say(f"loaded {model.oscarkv_name} on {model.device}")
     wanted = arguments.sections.split(",") if arguments.sections else plan.sections
     finished = []
@@ -401,6 +417,13 @@ def main() -> None:
     checked = arguments.plan == "ci" and "methods" in finished
     if checked and (wrong := regressions(lab.results["methods"]["recipes"])):
         raise SystemExit("\n".join(wrong))
+
+
+def processor() -> str:
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.processor() or "CPU"
 
 
 def require_same(about: Mapping[str, Any], model: str, plan: str) -> None:

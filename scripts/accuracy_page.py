@@ -126,10 +126,23 @@ def split(found: dict[str, Any]) -> str:
     )
 
 
+def measured_later(record: dict[str, Any]) -> list[str]:
+    """Rows of another machine than the record's."""
+    found: dict[str, list[str]] = {}
+    for section in record.values():
+        for name, score in section.get("recipes", {}).items() if "recipes" in section else ():
+            if on := score.get("measured_on"):
+                names = found.setdefault(f"{on['device']}, torch {on['torch']}", [])
+                if name not in names:
+                    names.append(name)
+    return [f"Of {machine}: {', '.join(names)}" for machine, names in found.items()]
+
+
 def model_page(record: dict[str, Any], stem: str) -> str:
     about = record["about"]
     out = [f"### {about['model']}", ""]
     out += [f"{about['device']}, torch {about['torch']}, {about['dtype']}, plan `{about['plan']}`."]
+    out += [f"{later}." for later in measured_later(record)]
     if "methods" in record:
         ppl = record["methods"]["perplexity"]
         out += [f"Perplexity with the full-precision cache: {ppl:.2f}.", ""]
@@ -211,7 +224,7 @@ def draw_positions(record: dict[str, Any], path: Path) -> None:
         middles = [(p["start"] * p["stop"]) ** 0.5 for p in score["kl_by_position"]]
         values = [p["kl"] for p in score["kl_by_position"]]
         line, marker = styles.get(name, ":"), "o" if name in styles else "."
-        axes.plot(middles, values, line, marker=marker, color=colour(name), label=name)
+        axes.plot(middles, values, linestyle=line, marker=marker, color=colour(name), label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel(f"position of the query, in windows of {found['length']:,} tokens")

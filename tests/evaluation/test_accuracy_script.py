@@ -60,6 +60,20 @@ def test_a_tiny_plan(
         run("--plan", "ci", "--sections", "ablation")
     assert json.loads(out.read_text())["about"]["plan"] == "tiny"
 
+    # Rows of one recipe come beside those there are, and say where they were measured.
+    run("--sections", "methods", "--only", "compact,precise")
+    before = json.loads(out.read_text())["methods"]["recipes"]
+    assert list(before) == ["compact", "precise"]
+    run("--sections", "methods", "--only", "uniform")
+    after = json.loads(out.read_text())["methods"]
+    assert list(after["recipes"]) == ["compact", "uniform", "precise"]
+    assert {name: after["recipes"][name] for name in before} == before
+    added = after["recipes"]["uniform"]
+    assert added["kl_difference"] == pytest.approx(added["kl"] - before["compact"]["kl"])
+    assert added["kl_difference_se"] > 0
+    assert added["measured_on"]["device"]
+    assert json.loads(out.read_text())["about"] == saved["about"]
+
     # Figures that CI holds to their bounds are looked at only where they were measured to the end.
     monkeypatch.setitem(script.PLANS, "ci", script.PLANS["tiny"])
     kept = out.read_text()
@@ -80,6 +94,7 @@ def test_a_tiny_plan(
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text.split()
+    assert f"Of {added['measured_on']['device']}, torch" in text
     assert f"| UH | {scores['UH']['bits_128k']:.3f} | {scores['UH']['kl']:.4f}" in text
     assert (tmp_path / "docs" / "pictures" / "accuracy-layers.svg").stat().st_size > 1000
 
