@@ -12,14 +12,15 @@ from oscarkv.integrations.transformers.models import load_model
 
 @pytest.mark.slow
 def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
-    """Short, for CI: 4K tokens of calibration, one window. docs/accuracy.md has the full run."""
+    """Short, for CI: 4K tokens of calibration, one window, the same bits in all layers (measuring 28
+    layers takes minutes). docs/accuracy.md has the full run."""
     texts = files("oscarkv.demo") / "texts"
     model, tokenizer = load_model("qwen2.5-coder-1.5b", dtype=torch.float32)
-    balanced, paper = calibrate_many(
+    uniform, paper = calibrate_many(
         model,
         tokenizer,
         [(texts / "alice.txt").read_text(encoding="utf-8")],
-        recipes=["balanced", "paper"],
+        recipes=["uniform", "paper"],
         tokens=4096,
         length=1024,
         general=False,
@@ -28,12 +29,12 @@ def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
         model,
         tokenizer,
         [(texts / "botchan.txt").read_text(encoding="utf-8")],
-        {"balanced": balanced, "paper": paper},
+        {"uniform": uniform, "paper": paper},
         length=1024,
         windows=1,
     ).recipes
     print({name: (score.kl, score.top1) for name, score in measured.items()})
-    assert measured["balanced"].bits_128k <= 2.3
-    assert measured["balanced"].kl <= 0.013
-    assert measured["balanced"].top1 >= 0.95
+    assert measured["uniform"].bits_128k <= 2.3
+    assert measured["uniform"].kl <= 0.013
+    assert measured["uniform"].top1 >= 0.95
     assert measured["paper"].top1 < 0.5
