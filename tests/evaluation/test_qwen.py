@@ -12,8 +12,8 @@ from oscarkv.integrations.transformers.models import load_model
 
 @pytest.mark.slow
 def test_qwen_keeps_its_predictions_where_the_paper_recipe_collapses() -> None:
-    """Short, for CI: 4K tokens of calibration, one window, the same bits in all layers (measuring 28
-    layers takes minutes). docs/accuracy.md has the full run."""
+    """Short, for CI: 4K tokens of calibration, one window, the same bits in all layers, since to
+    measure 28 layers takes minutes. docs/accuracy.md has the full run."""
     texts = files("oscarkv.demo") / "texts"
     model, tokenizer = load_model("qwen2.5-coder-1.5b", dtype=torch.float32)
     uniform, paper = calibrate_many(

@@ -68,6 +68,14 @@ WRITE = [
     (128, None, "log8-symmetric", 112, torch.float16, True, None, True),
     (256, None, "log8-symmetric", 64, torch.bfloat16, True, None, True),
 ]
+#: The same, of layers of 3-bit keys, values or both; and how many tokens.
+WRITE_THREE_BITS = [
+    ((128, None, "log8-symmetric", 64, torch.bfloat16, True), (3, 3), 1),
+    ((64, None, "log8-symmetric", 112, torch.float16, True), (3, 2), 8192),
+    ((96, None, "log8", 64, torch.bfloat16, True), (3, 3), 8192),
+    ((256, None, "fp16", 16, torch.float16, True), (2, 3), 1),
+    ((192, None, "fp16", 64, torch.bfloat16, False), (3, 3), 8192),
+]
 USUAL_WRITE = (128, None, "fp16", 64, torch.bfloat16, True)
 
 
@@ -104,11 +112,11 @@ def decode_geometry(case, arch: str, bits: tuple[int, int] = (2, 2)) -> decode.G
         return decode.Geometry.of(q, layer, 1)
 
 
-def write_geometry(case, arch: str, count: int) -> write.Geometry:
+def write_geometry(case, arch: str, count: int, bits: tuple[int, int] = (2, 2)) -> write.Geometry:
     """For few tokens or many."""
     k = torch.empty(count, 1, case[0], dtype=case[4])
     with on_a_gpu(arch):
-        return write.Geometry.of(k, layer_of(*case))
+        return write.Geometry.of(k, layer_of(*case, bits=bits))
 
 
 @contextmanager
@@ -172,6 +180,19 @@ def test_write_compiles(case, arch: str) -> None:
     for count in (1, 8192):
         macros = write_geometry(case, arch, count).macros()
         assert is_machine_code(compile_source("write.cu", macros, arch))
+
+
+@pytest.mark.parametrize(
+    ("case", "bits", "count", "arch"),
+    [
+        pytest.param(*case, ARCHITECTURES[i % 3], id=f"{named(case[0])}-{case[1][0]}-{case[1][1]}")
+        for i, case in enumerate(WRITE_THREE_BITS)
+    ],
+)
+def test_write_of_three_bits_compiles(case, bits: tuple[int, int], arch: str, count: int) -> None:
+    macros = write_geometry(case, arch, count, bits).macros()
+    assert (macros["KEY_BITS"], macros["VALUE_BITS"]) == bits
+    assert is_machine_code(compile_source("write.cu", macros, arch))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -61,6 +61,24 @@ WRITES = [
     (Shape(64, None, "log8-symmetric", 64, BF16, split=True), {}, False, 40),
     (Shape(128, None, "log8-symmetric", 112, HALF, split=True), {"key_gain": 1.0}, False, 1100),
     (Shape(256, None, "log8-symmetric", 64, BF16, split=True), {}, True, 40),
+    # Keys, values or both with 3 bits.
+    (Shape(128, None, "log8-symmetric", 64, BF16, bits=(3, 3)), {}, False, 40),
+    (Shape(128, None, "log8-symmetric", 64, BF16, bits=(3, 2)), {}, False, 1100),
+    (Shape(128, None, "log8-symmetric", 112, HALF, bits=(2, 3)), {}, False, 40),
+    (Shape(64, None, "log8-symmetric", 64, BF16, bits=(3, 3)), {}, False, 1100),
+    (Shape(64, None, "log8", 16, HALF, bits=(3, 2)), {"key_gain": 1.0}, False, 40),
+    (Shape(64, None, "fp16", 64, BF16, bits=(2, 3), refined=False), {}, True, 40),
+    (Shape(96, None, "log8-symmetric", 48, HALF, bits=(3, 3)), {}, False, 1100),
+    (Shape(96, None, "fp16", 64, BF16, bits=(3, 2), refined=False), {}, False, 40),
+    (Shape(192, None, "log8", 64, BF16, bits=(3, 3)), {}, False, 40),
+    (Shape(256, None, "log8-symmetric", 64, BF16, bits=(3, 3)), {}, False, 40),
+    (
+        Shape(256, None, "log8", 16, HALF, bits=(3, 3), refined=False),
+        {"value_gain": 0.5},
+        False,
+        40,
+    ),
+    (Shape(256, None, "fp16", 64, BF16, bits=(3, 2)), {}, False, 1100),
 ]
 
 
@@ -105,7 +123,7 @@ def bits(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "case",
-    [0, 1, 6, 8, 9, 11, 12, 16, 19, 21, *range(len(WRITES) - 3, len(WRITES))],
+    [0, 1, 6, 8, 9, 11, 12, 16, 19, 21, *range(len(WRITES) - 15, len(WRITES))],
     ids=lambda i: named(WRITES[i][0]),
 )
 def test_codes_differ_from_the_oracle_only_at_thresholds(
@@ -144,7 +162,7 @@ def test_values_times_a_hadamard_matrix(
     assert_codes_at_thresholds(on_cpu(ours), layer, k.float(), v.float(), slots)
 
 
-@pytest.mark.parametrize("case", [0, 6, 15], ids=lambda i: named(WRITES[i][0]))
+@pytest.mark.parametrize("case", [0, 6, 15, len(WRITES) - 12], ids=lambda i: named(WRITES[i][0]))
 def test_a_chunk_and_single_tokens_write_the_same_bytes(
     case: int, backend: CudaBackend, device: torch.device
 ) -> None:

@@ -44,10 +44,12 @@ def blank(count: int) -> torch.Tensor:
         ("if (threadIdx.x == 40) __syncwarp();", "never come"),
         ("if (threadIdx.x % 2) __syncwarp(); else __any_sync(~0u, 1);", "different things"),
         ("load_quad((const u8*)in + 8);", "not aligned"),
+        ("out[0] = (u32)*(const u64*)(in + 1);", "not aligned, line"),
+        ("u32 x[2] = {}; out[0] = x[2 + in[0]];", "beyond its array"),
     ],
-    ids=["threads that ended", "a lane alone", "two kinds", "alignment"],
+    ids="threads-that-ended a-lane-alone two-kinds alignment alignment-in-C bounds".split(),
 )
-def test_waiting_for_what_never_comes_ends_a_launch(
+def test_what_a_gpu_would_fault_on_or_wait_for_ends_a_launch(
     emulator: Emulator, body: str, error: str | None
 ) -> None:
     x = torch.zeros(16, dtype=torch.int32)

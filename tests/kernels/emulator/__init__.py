@@ -28,8 +28,8 @@ FLAGS = (
     "-std=c++17 -O1 -shared -fPIC -w -ffp-contract=off -fno-strict-aliasing "
     # Variants have functions and variables of the same names, which libraries must not share.
     "-fno-gnu-unique -fvisibility=hidden "
-    # What a GPU would fault on, or would not notice, ends the process here.
-    "-fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error"
+    # What a GPU would fault on, or would not notice.
+    "-fsanitize=alignment,bounds -fno-sanitize-recover=all"
 ).split()
 #: Few processors, so that a pair's work is cut into parts as on a GPU it is for long sequences.
 PROCESSORS, SHARED_BYTES = 3, 228 * 1024

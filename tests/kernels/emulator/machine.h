@@ -3,8 +3,9 @@
 // here; their PTX is in instructions.h, which takes the place of ptx.cuh.
 //
 //   - Warps run in order, or in reverse: a result that depends on it lacks a barrier.
+//   - Addresses that are not aligned and indices beyond their arrays end the launch with an error.
 //   - A lane that waits at one kind of exchange while another lane of its warp waits at another, and
-//     threads that wait for ever, end the launch with an error.
+//     threads that wait for ever, end it too.
 //   - Asynchronous copies arrive when they are waited for, and not before.
 //   - Dynamic shared memory is 0xFF, NaN in every float type, before each block.
 
@@ -147,6 +148,15 @@ inline const uint32_t (*show(const uint32_t (&mine)[N], int kind))[REGISTERS] {
 
 inline int lane() { return current->thread % WARP; }
 
+// Where a sanitizer found what a GPU would fault on: the first field of what its handlers are given.
+struct Place { const char* file; uint32_t line, column; };
+
+inline void fail_at(const char* what, const Place* place) {
+    static char text[256];
+    snprintf(text, sizeof text, "%s, line %u of %s", what, place->line, place->file);
+    fail(text);
+}
+
 inline bool run_block(int threads, bool reversed) {
     const int count = threads / WARP;
     if ((int)fibers.size() != threads) fibers = std::vector<Fiber>(threads);
@@ -204,6 +214,14 @@ inline const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned t
 }
 
 }  // namespace machine
+
+extern "C" __attribute__((used)) void __ubsan_handle_type_mismatch_v1_abort(machine::Place* place, uint64_t) {
+    machine::fail_at("an address that is not aligned", place);
+}
+
+extern "C" __attribute__((used)) void __ubsan_handle_out_of_bounds_abort(machine::Place* place, uint64_t) {
+    machine::fail_at("an index beyond its array", place);
+}
 
 #define KERNEL(name)                                                                              \
     extern "C" __attribute__((visibility("default"))) const char* emulate_##name(const unsigned* grid, unsigned threads, void** arguments, \

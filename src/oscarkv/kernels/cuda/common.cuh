@@ -2,8 +2,8 @@
 //
 // Compiled by NVRTC without any header. A variant is fixed by macros (see decode.py and write.py):
 //   HEAD_DIM, GROUPS, PARAMETERS (0 fp16, 1 log8, 2 log8-symmetric), KEY_BITS, VALUE_BITS (of codes:
-//   2 or, for decode alone, 3), PAGE (tokens of a history page), BF16 (1: activations are bfloat16, 0:
-//   float16), and those named in each file.
+//   2 or 3), PAGE (tokens of a history page), BF16 (1: activations are bfloat16, 0: float16), and those
+//   named in each file.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -41,6 +41,9 @@ constexpr int PARAMETER_BYTES = GROUPS * (PARAMETERS == 0 ? 4 : PARAMETERS == 1 
 constexpr int VALUE_CODES = PAGE * KEY_WORDS * 4;
 constexpr int KEY_PARAMETERS = VALUE_CODES + PAGE * VALUE_WORDS * 4;
 constexpr int VALUE_PARAMETERS = KEY_PARAMETERS + PAGE * PARAMETER_BYTES;
+// Of codes of so many bits: their middle, what lo is -s times; and log8's unit of lo / s.
+DEVICE constexpr float middle_of(int bits) { return bits == 3 ? 3.5f : 1.5f; }
+DEVICE constexpr float step_of(int bits) { return bits == 3 ? 7.0f / 96.0f : 1.0f / 32.0f; }
 constexpr int TILE = 16;                                            // tokens of a tile
 constexpr int WINDOW_ROWS = 16;                                     // tokens of a window page
 

@@ -308,7 +308,7 @@ def aligned(q: Tensor) -> bool:
 
 def unsupported(q: Tensor, out: Tensor, layer: LayerCache) -> str | None:
     """Why the kernel does not take this layer, or None."""
-    reason = unsupported_format(q, layer, most_bits=3)
+    reason = unsupported_format(q, layer)
     if reason is None and (q.stride(-1) != 1 or out.stride(-1) != 1 or q.dtype != out.dtype):
         reason = "queries or outputs of another layout"
     if reason is None and (not aligned(q) or q.stride(0) % 2 or q.stride(1) % 2):

@@ -24,7 +24,7 @@ DEVICE float rounded(float x) {  // |x| < 2^22
 }
 
 // s and lo become those of a reader; returns what is stored.
-DEVICE u32 store_grid(float& s, float& lo, float base) {
+template <int BITS> DEVICE u32 store_grid(float& s, float& lo, float base) {
 #if PARAMETERS == 0
     const u32 both = pack_half(fminf(fmaxf(s, 0.00006103515625f), 65504.0f),
                                fminf(fmaxf(lo, -65504.0f), 65504.0f));
@@ -32,22 +32,24 @@ DEVICE u32 store_grid(float& s, float& lo, float base) {
     lo = half_to_float((u16)(both >> 16));
     return both;
 #else
-    if (!SYMMETRIC) s = fmaxf(s, __fdiv_rn(fabsf(lo), 3.96875f));
+    const float largest = as_float(BITS == 3 ? 0x41142aabu : 0x407e0000u);  // 127 steps
+    if (!SYMMETRIC) s = fmaxf(s, __fdiv_rn(fabsf(lo), largest));
     const int n = grid_index(__fdiv_rn(s, base));
     s = __fmul_rn(as_float(OCTAVE[n & 15] + ((u32)(n >> 4) << 23)), base);
     if (SYMMETRIC) {
-        lo = __fmul_rn(s, -1.5f);
+        lo = __fmul_rn(s, -middle_of(BITS));
         return n;
     }
-    const float ratio = __fmul_rn(__fdiv_rn(lo, s), 32.0f);
+    const float lows = __fdiv_rn(lo, s);
+    const float ratio = BITS == 3 ? __fdiv_rn(lows, step_of(3)) : __fmul_rn(lows, 32.0f);
     const float z = fminf(fmaxf(rounded(fminf(fmaxf(ratio, -128.0f), 128.0f)), -127.0f), 127.0f);
-    lo = __fmul_rn(s, __fmul_rn(z, 0.03125f));
+    lo = __fmul_rn(s, __fmul_rn(z, step_of(BITS)));
     return (u32)n | ((u32)(int)z & 0xff) << 8;
 #endif
 }
 
-DEVICE float threshold(float s, float lo, int k) {  // 1 .. 3
-    if (SYMMETRIC) return __fmul_rn(s, (float)(k - 2));
+template <int BITS> DEVICE float threshold(float s, float lo, int k) {  // 1 .. 3, or 1 .. 7
+    if (SYMMETRIC) return __fmul_rn(s, (float)(k - (1 << BITS) / 2));
     return __fadd_rn(__fmul_rn(s, (float)k - 0.5f), lo);
 }
 
@@ -65,8 +67,10 @@ DEVICE float power(float ratio, int quarters) {
 struct Grid { float s, lo, cov, den; };
 
 // Of one group; the scalars belong to the lane's own token.
-template <int GROUP_TILES> struct Fit {
+template <int GROUP_TILES, int BITS> struct Fit {
     static constexpr int GROUP_SIZE = GROUP_TILES * HEAD_DIM / TILES;
+    static constexpr int TOP = (1 << BITS) - 1;    // the largest code, and how many thresholds there are
+    static constexpr bool COUNTED_APART = BITS == 3;  // sums of c and of c c do not fit one number
     u32 integers[TOKEN_TILES][GROUP_TILES];  // X, pairs
     float middle, unit, spread, center, dev, total;
     int sum;
@@ -129,23 +133,29 @@ template <int GROUP_TILES> struct Fit {
     DEVICE void improve(Grid (&grids)[N], int g, int t, int own) const {
         const int home = 4 * g + g / 2;  // lane of token g; the next one to it is that of token g + 8
         constexpr int CHAINS = TOKEN_TILES == 1 && GROUP_TILES >= 8 ? 2 : 1;
-        u32 bound[N][TOKEN_TILES][3];  // 1 - ceil(threshold), pairs
+        u32 bound[N][TOKEN_TILES][TOP];  // 1 - ceil(threshold), pairs
         float sums[N][TOKEN_TILES][CHAINS][4];
+        float code_sums[N][TOKEN_TILES][4];  // COUNTED_APART
         UNROLL for (int n = 0; n < N; n++) {
-            float u[3];
-            UNROLL for (int k = 0; k < 3; k++) {
+            float u[TOP + 1];
+            UNROLL for (int k = 0; k < TOP; k++) {
                 // X is at least -2048. 2049 is no float16, so a bound there goes beyond it.
-                float b = threshold(grids[n].s, grids[n].lo, k + 1);
+                float b = threshold<BITS>(grids[n].s, grids[n].lo, k + 1);
                 b = b > -2048.0f ? fminf(b, 2049.0f) : -2049.0f;
                 u[k] = __fsub_rn(MAGIC + 1.0f, __fadd_ru(b, MAGIC));
             }
-            const u32 first = pack_half(u[0], u[1]), last = pack_half(u[2], u[2]);
+            u[TOP] = u[TOP - 1];
+            u32 pairs[(TOP + 1) / 2];
+            UNROLL for (int k = 0; k < TOP; k += 2) pairs[k / 2] = pack_half(u[k], u[k + 1]);
             UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
-                const u32 both = __shfl_sync(ALL, first, home ^ r);
-                bound[n][r][0] = permute_bytes(both, both, 0x1010);
-                bound[n][r][1] = permute_bytes(both, both, 0x3232);
-                bound[n][r][2] = __shfl_sync(ALL, last, home ^ r);
+                UNROLL for (int k = 0; k < TOP - 1; k += 2) {
+                    const u32 both = __shfl_sync(ALL, pairs[k / 2], home ^ r);
+                    bound[n][r][k] = permute_bytes(both, both, 0x1010);
+                    bound[n][r][k + 1] = permute_bytes(both, both, 0x3232);
+                }
+                bound[n][r][TOP - 1] = __shfl_sync(ALL, pairs[TOP / 2], home ^ r);
                 UNROLL for (int i = 0; i < 4 * CHAINS; i++) sums[n][r][i / 4][i % 4] = 0;
+                UNROLL for (int i = 0; i < 4; i++) code_sums[n][r][i] = 0;
             }
         }
         UNROLL for (int tile = 0; tile < GROUP_TILES; tile += 2) {
@@ -154,40 +164,55 @@ template <int GROUP_TILES> struct Fit {
                     u32 code[2], moved[2];
                     UNROLL for (int i = 0; i < 2; i++) {
                         const u32 y = integers[r][tile + i];
-                        const u32 (&u)[3] = bound[n][r];
-                        code[i] = add_pair(add_pair(add_saturated(y, u[0]), add_saturated(y, u[1])),
-                                           add_saturated(y, u[2]));
-                        moved[i] = add_pair(code[i], PAIR_2044);
+                        const u32 (&u)[TOP] = bound[n][r];
+                        code[i] = add_pair(add_saturated(y, u[0]), add_saturated(y, u[1]));
+                        UNROLL for (int k = 2; k < TOP; k++)
+                            code[i] = add_pair(code[i], add_saturated(y, u[k]));
+                        moved[i] = COUNTED_APART ? code[i] : add_pair(code[i], PAIR_2044);
                         if (!EXACT_WORDS) code[i] &= mask(t, tile + i);
                     }
+                    if (COUNTED_APART)
+                        mma_half(code_sums[n][r], PAIR_1, PAIR_1, PAIR_1, PAIR_1, code[0], code[1]);
                     mma_half(sums[n][r][tile / 2 % CHAINS], integers[r][tile], moved[0],
                              integers[r][tile + 1], moved[1], code[0], code[1]);
                 }
             }
         }
         UNROLL for (int n = 0; n < N; n++) {
-            float products[TOKEN_TILES], counts[TOKEN_TILES];
+            float products[TOKEN_TILES], counts[TOKEN_TILES], codes_of[TOKEN_TILES];
             UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
                 float (&d)[4] = sums[n][r][0];
                 UNROLL for (int i = 0; i < 4 * (CHAINS - 1); i++) d[i] += sums[n][r][CHAINS - 1][i];
                 products[r] = g & 1 ? d[1] : d[0];
                 counts[r] = g & 1 ? d[3] : d[2];
+                codes_of[r] = g & 1 ? code_sums[n][r][1] : code_sums[n][r][0];
             }
-            float product = products[0], count = counts[0];
+            float product = products[0], count = counts[0], codes = codes_of[0];
             if (TOKEN_TILES == 2) {
                 const float p = __shfl_xor_sync(ALL, products[TOKEN_TILES - 1], 1);
                 const float c = __shfl_xor_sync(ALL, counts[TOKEN_TILES - 1], 1);
                 if (own) { product = p; count = c; }
+                if (COUNTED_APART) {
+                    const float s = __shfl_xor_sync(ALL, codes_of[TOKEN_TILES - 1], 1);
+                    if (own) codes = s;
+                }
             }
-            const float shifted = __fmaf_rn(count, 1.0f / 2046.0f, MAGIC);
-            const int sum_c = (int)(as_bits(shifted) - MAGIC_BITS);
-            const float codes = __fsub_rn(shifted, MAGIC), squares = __fmaf_rn(codes, -2044.0f, count);
+            float squares = count;
+            int sum_c;
+            if (COUNTED_APART) {
+                sum_c = (int)(as_bits(__fadd_rn(codes, MAGIC)) - MAGIC_BITS);
+            } else {
+                const float shifted = __fmaf_rn(count, 1.0f / 2046.0f, MAGIC);
+                sum_c = (int)(as_bits(shifted) - MAGIC_BITS);
+                codes = __fsub_rn(shifted, MAGIC);
+                squares = __fmaf_rn(codes, -2044.0f, count);
+            }
             const int sum_cx = (int)(as_bits(__fadd_rn(product, MAGIC)) - MAGIC_BITS);
             Grid& f = grids[n];
             constexpr float SIZE = GROUP_SIZE;
             if (SYMMETRIC) {  // integers below 2^24 are exact in float, in any form
-                f.cov = __int2float_rn(GROUP_SIZE * (2 * sum_cx - 3 * sum));
-                f.den = SIZE * (4.0f * squares - 12.0f * codes + 9.0f * SIZE);
+                f.cov = __int2float_rn(GROUP_SIZE * (2 * sum_cx - TOP * sum));
+                f.den = SIZE * (4.0f * squares - 4.0f * TOP * codes + (float)(TOP * TOP) * SIZE);
                 f.s = __fdiv_rn(__fmul_rn(2.0f, f.cov), f.den);
             } else {
                 f.cov = __int2float_rn(GROUP_SIZE * sum_cx - sum_c * sum);
@@ -205,9 +230,10 @@ template <int GROUP_TILES> struct Fit {
             Grid grids[STARTS_AT_ONCE];
             UNROLL for (int i = 0; i < STARTS_AT_ONCE; i++) {
                 const int n = start + i;
-                const u32 factor = n == 0 ? 0x3f58aa11u : n == 1 ? 0x3f7ee632u : 0x3f98f085u;
+                const u32 factor = BITS == 3 ? (n == 0 ? 0x3eff06f8u : n == 1 ? 0x3f160419u : 0x3f3404ebu)
+                    : n == 0 ? 0x3f58aa11u : n == 1 ? 0x3f7ee632u : 0x3f98f085u;
                 grids[i].s = __fmul_rn(dev, as_float(factor));
-                grids[i].lo = __fsub_rn(center, __fmul_rn(grids[i].s, 1.5f));
+                grids[i].lo = __fsub_rn(center, __fmul_rn(grids[i].s, middle_of(BITS)));
             }
             improve(grids, g, t, own);
             UNROLL for (int i = 0; i < STARTS_AT_ONCE; i++) {

@@ -12,6 +12,8 @@ from oscarkv.kernels.interface import LayerCache
 HALF_TYPES = (torch.bfloat16, torch.float16)
 PARAMETER_CODES = {"fp16": 0, "log8": 1, "log8-symmetric": 2}
 LARGEST_HEAD_DIM = 256
+#: Of a code.
+MOST_BITS = 3
 #: Where values that are stored times a Hadamard matrix have a shorter way through the kernels.
 HADAMARD_HEAD_DIMS = (64, 128, 256)
 
@@ -54,12 +56,12 @@ def format_of(x: Tensor, layer: LayerCache) -> tuple[int, int, str, int, int, in
     )
 
 
-def unsupported_format(x: Tensor, layer: LayerCache, most_bits: int) -> str | None:
-    """Why a CUDA kernel for codes of 2 and up to so many bits does not take this layer, or None."""
+def unsupported_format(x: Tensor, layer: LayerCache) -> str | None:
+    """Why no CUDA kernel takes this layer, or None."""
     layout = layer.layout
     words = layout.head_dim // 16
     bits = max(layout.key_bits, layout.value_bits)
-    if bits > most_bits:
+    if bits > MOST_BITS:
         return f"{layout.key_bits} and {layout.value_bits} bits"
     # The high bits of 3 must fill whole words, as the low ones do.
     if bits == 3 and (words % 2 or layout.groups > 1):

@@ -49,9 +49,6 @@ DEVICE float exact_times_magic(float x) { return as_float(as_bits(x) & ~3u); }  
 constexpr int KEY_UNIT = KEY_BITS == 3 ? 16 : 64;  // of codes as bytes: at the top, or one below it
 // Sums of products stay below 2^22.
 constexpr bool FLOAT_BITS = HEAD_DIM <= (KEY_BITS == 3 ? 256 : 128);
-// Of codes of so many bits: their middle, what lo is -s times; and log8's unit of lo / s.
-DEVICE constexpr float middle_of(int bits) { return bits == 3 ? 3.5f : 1.5f; }
-DEVICE constexpr float step_of(int bits) { return bits == 3 ? 7.0f / 96.0f : 1.0f / 32.0f; }
 // Two weights p s as halves (they end at 65504): adding this sets the top bit of one above 4096.
 constexpr u32 ABOVE_4096 = 0x13ff13ffu;
 constexpr u32 ALWAYS_OVER = 0x80008000u;

@@ -18,7 +18,8 @@
 //   two groups (split scales) it is the second quarter, and two slots.
 // - Sums of the fit are exact: a code c = sum over thresholds of saturate(X - ceil(t) + 1), all in
 //   float16 integers, and sums over the row are the diagonal of [X; c + 2044] c^T on the matrix
-//   units. sum c (c + 2044) holds sum c and sum c c: it is within 3/8 of 2046 sum c.
+//   units. sum c (c + 2044) holds sum c and sum c c: it is within 3/8 of 2046 sum c. Codes of 3 bits
+//   are too large for that: theirs is the diagonal of [X; c] c^T, and sum c a product of its own.
 // - Scalars are worked out by one lane a token, "its" lane: that of the diagonal, t = g / 2, for
 //   token g, and its neighbour for token g + 8; the other two lanes compute numbers nobody reads.
 
@@ -37,9 +38,8 @@ constexpr float MAGIC = 12582912.0f;        // 1.5 2^23: adding it rounds to an 
 constexpr u32 MAGIC_BITS = 0x4b400000u;
 constexpr int STARTS = 3, REFINE_ROUNDS = 3;
 constexpr int STARTS_AT_ONCE = TOKEN_TILES == 1 && HEAD_DIM <= 128 ? STARTS : 1;  // hides latencies
-constexpr u32 PAIR_2044 = 0x67fc67fcu;      // two halves
+constexpr u32 PAIR_1 = 0x3c003c00u, PAIR_2044 = 0x67fc67fcu;  // two halves
 static_assert(GROUPS == 1 || EXACT_WORDS, "groups are runs of slots");
-static_assert(KEY_BITS == 2 && VALUE_BITS == 2, "more bits are written by the portable kernels");
 static_assert(TILES / GROUPS % 2 == 0 && REFINED_TILES % 2 == 0, "sums go over 16 columns");
 static_assert(!REFINED || GROUPS <= 2 && (!SPLIT || SYMMETRIC), "one scale, or one for each kind");
 
@@ -64,37 +64,54 @@ struct Arguments {
 #include "product.cuh"
 #include "fit.cuh"
 
-// The codes of a token tile, as halves of words: from 2^23 on.
-using Halves = float[LANE_WORDS][2];
+// The codes of a token tile, as halves of words, and the high bits of 3 in each word: from 2^23 on.
+struct Halves {
+    float low[LANE_WORDS][2], high[LANE_WORDS];
+
+    // Number q's code, some slots on. All sums are exact: below 2^24.
+    template <int BITS> DEVICE void place(int q, int slots, float code, float upper) {
+        const int slot = q / LANE_WORDS / 2 + slots, half = q / LANE_WORDS % 2;
+        if (BITS == 3) {
+            high[q % LANE_WORDS] += upper * (float)(1 << (2 * slot + half));
+            code -= 4.0f * upper;
+        }
+        low[q % LANE_WORDS][half] += code * (float)(1 << 2 * slot);
+    }
+};
 
 DEVICE void clear(Halves (&halves)[TOKEN_TILES]) {
     UNROLL for (int r = 0; r < TOKEN_TILES; r++)
         UNROLL for (int i = 0; i < LANE_WORDS; i++)
-            UNROLL for (int half = 0; half < 2; half++) halves[r][i][half] = 8388608.0f;
+            halves[r].low[i][0] = halves[r].low[i][1] = halves[r].high[i] = 8388608.0f;
 }
 
-DEVICE void place(Halves& halves, int q, int slots, float code) {  // number q's code, some slots on
-    const int slot = q / LANE_WORDS / 2 + slots;
-    halves[q % LANE_WORDS][q / LANE_WORDS % 2] += code * (float)(1 << 2 * slot);  // exact: below 2^24
-}
+template <int BITS> struct Thresholds {
+    static constexpr int COUNT = (1 << BITS) - 1;
+    float t[COUNT];
 
-struct Thresholds {
-    float t1, t2, t3;
-
-    DEVICE Thresholds(float s, float lo)
-        : t1(threshold(s, lo, 1)), t2(threshold(s, lo, 2)), t3(threshold(s, lo, 3)) {}
-    DEVICE float code(float y) const { return reaches(y, t1) + reaches(y, t2) + reaches(y, t3); }
+    DEVICE Thresholds(float s, float lo) {
+        UNROLL for (int k = 0; k < COUNT; k++) t[k] = threshold<BITS>(s, lo, k + 1);
+    }
+    DEVICE float code(float y) const {
+        float reached = reaches(y, t[0]);
+        UNROLL for (int k = 1; k < COUNT; k++) reached += reaches(y, t[k]);
+        return reached;
+    }
+    DEVICE float upper(float y) const { return BITS == 3 ? reaches(y, t[3]) : 0.0f; }  // of 4 and more
 };
 
 // Two codes for each number of the first quarter, on the grid of a reader.
+template <int BITS>
 DEVICE void encode_twice(const Numbers& x, int r, float s, float lo, Halves& halves) {
-    const Thresholds thresholds(s, lo);
+    const Thresholds<BITS> thresholds(s, lo);
+    constexpr float SHRUNK = BITS == 3 ? 0.6875f : 0.75f, LEVELS = 1 << BITS;
     UNROLL for (int q = 0; q < 4 * LANE_WORDS; q++) {
-        const float number = x[q / 2][2 * r + q % 2], y = SPLIT ? number : __fmul_rn(number, 0.75f);
+        const float number = x[q / 2][2 * r + q % 2], y = SPLIT ? number : __fmul_rn(number, SHRUNK);
         const float first = thresholds.code(y);
-        place(halves, q, 0, first);
+        halves.place<BITS>(q, 0, first, thresholds.upper(y));
         const float rest = __fsub_rn(y, __fadd_rn(__fmul_rn(s, first), lo));
-        place(halves, q, SECOND_DIGIT, thresholds.code(__fmul_rn(rest, 4.0f)));
+        const float left = __fmul_rn(rest, LEVELS);
+        halves.place<BITS>(q, SECOND_DIGIT, thresholds.code(left), thresholds.upper(left));
     }
 }
 
@@ -107,23 +124,23 @@ DEVICE void encode_wide(const Numbers& x, float base, const Rows& rows, u8* hist
         UNROLL for (int q = 0; q < 4 * LANE_WORDS; q++)
             if (exists(t, q)) largest = fmaxf(largest, fabsf(x[q / 2][2 * r + q % 2]));
         float s = __fmul_rn(row_max(largest), 0.53125f), lo = 0;
-        const u32 stored = store_grid(s, lo, base);
+        const u32 stored = store_grid<KEY_BITS>(s, lo, base);
         const int slot = rows.history[r];
         if (t == 0 && slot >= 0)
             history[slot / PAGE * page_stride + KEY_PARAMETERS + slot % PAGE * PARAMETER_BYTES] = (u8)stored;
-        encode_twice(x, r, s, lo, halves[r]);
+        encode_twice<KEY_BITS>(x, r, s, lo, halves[r]);
     }
 }
 
 // Fit and store one group; its codes go into `halves`. A group of a refined key is what is computed
 // of it.
-template <int GROUP_TILES, bool TWICE>
+template <int GROUP_TILES, bool TWICE, int BITS>
 DEVICE void encode_group(const Numbers& x, int group, int side, float base, const Rows& rows,
                          u8* history, i64 page_stride, Halves (&halves)[TOKEN_TILES]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int own = TOKEN_TILES == 1 ? 0 : (t ^ g / 2) & 1;  // the token whose scalars are the lane's
     const int home = 4 * g + g / 2, first = group * GROUP_TILES;
-    Fit<GROUP_TILES> fit;
+    Fit<GROUP_TILES, BITS> fit;
     fit.open(x, first, t, own);
     const Grid f = fit.solve(g, t, own);
 
@@ -138,7 +155,7 @@ DEVICE void encode_group(const Numbers& x, int group, int side, float base, cons
         lo = __fadd_rn(__fmul_rn(lo, fit.unit), fit.middle);
     }
     const float mu = __fadd_rn(__fmul_rn(fit.center, fit.unit), fit.middle);
-    const u32 stored = store_grid(s, lo, base);
+    const u32 stored = store_grid<BITS>(s, lo, base);
     const int slot = own ? rows.history[TOKEN_TILES - 1] : rows.history[0];
     if ((lane == home || TOKEN_TILES == 2 && lane == (home ^ 1)) && slot >= 0) {
         u8* to = history + slot / PAGE * page_stride + (side ? VALUE_PARAMETERS : KEY_PARAMETERS)
@@ -153,17 +170,30 @@ DEVICE void encode_group(const Numbers& x, int group, int side, float base, cons
     UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
         const float grid_s = __shfl_sync(ALL, s, home ^ r);
         const float grid_lo = SYMMETRIC ? 0.0f : __shfl_sync(ALL, lo, home ^ r);
-        const Thresholds thresholds(grid_s, grid_lo);
-        UNROLL for (int q = 2 * first + (TWICE ? 4 * LANE_WORDS : 0); q < 2 * (first + GROUP_TILES); q++)
-            place(halves[r], q, 0, thresholds.code(x[q / 2][2 * r + q % 2]));
+        const Thresholds<BITS> thresholds(grid_s, grid_lo);
+        UNROLL for (int q = 2 * first + (TWICE ? 4 * LANE_WORDS : 0); q < 2 * (first + GROUP_TILES); q++) {
+            const float y = x[q / 2][2 * r + q % 2];
+            halves[r].place<BITS>(q, 0, thresholds.code(y), thresholds.upper(y));
+        }
         if (TWICE)
-            encode_twice(x, r, __shfl_sync(ALL, reader_s, home ^ r),
+            encode_twice<BITS>(x, r, __shfl_sync(ALL, reader_s, home ^ r),
                          __shfl_sync(ALL, reader_lo, home ^ r), halves[r]);
     }
 }
 
+// A group of rows whose keys are not refined, with the bits of its side.
+template <int GROUP_TILES>
+DEVICE void encode_side(const Numbers& x, int group, int side, float base, const Rows& rows, u8* history,
+                        i64 page_stride, Halves (&halves)[TOKEN_TILES]) {
+    if (KEY_BITS == VALUE_BITS || side)
+        encode_group<GROUP_TILES, false, VALUE_BITS>(x, group, side, base, rows, history, page_stride, halves);
+    else
+        encode_group<GROUP_TILES, false, KEY_BITS>(x, group, side, base, rows, history, page_stride, halves);
+}
+
 DEVICE void store_words(u8* to, const u32 (&words)[LANE_WORDS], int t) {
-    if (WORDS % LANE_WORDS == 0) {
+    constexpr bool ALIGNED = KEY_WORDS % LANE_WORDS == 0 && VALUE_WORDS % LANE_WORDS == 0;  // all rows
+    if (WORDS % LANE_WORDS == 0 && ALIGNED) {
         if (!EXACT_WORDS && t * LANE_WORDS >= WORDS) return;
         if (LANE_WORDS == 4)
             *(Quad*)to = {words[0], words[1 % LANE_WORDS], words[2 % LANE_WORDS], words[3 % LANE_WORDS]};
@@ -174,6 +204,15 @@ DEVICE void store_words(u8* to, const u32 (&words)[LANE_WORDS], int t) {
     } else {
         UNROLL for (int i = 0; i < LANE_WORDS; i++)
             if (t * LANE_WORDS + i < WORDS) ((u32*)to)[i] = words[i];
+    }
+}
+
+// The high bits of a word of 3-bit codes are half of a word: see codes.cuh.
+DEVICE void store_high_bits(u8* to, const float (&high)[LANE_WORDS], int t) {
+    UNROLL for (int i = 0; i < LANE_WORDS; i++) {
+        const int word = t * LANE_WORDS + i;
+        if (EXACT_WORDS || word < WORDS)
+            ((u16*)to)[2 * (word % HIGH_WORDS) + word / HIGH_WORDS] = (u16)as_bits(high[i]);
     }
 }
 
@@ -243,12 +282,13 @@ oscar_write(const __grid_constant__ Arguments a) {
             multiply<TILES, false>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
             clear(halves);
             encode_wide(x, base, rows, history, a.history_page, halves);
-            encode_group<TILES / GROUPS, false>(x, GROUPS - 1, side, base, rows, history,
-                                                a.history_page, halves);
+            encode_group<TILES / GROUPS, false, KEY_BITS>(x, GROUPS - 1, side, base, rows, history,
+                                                          a.history_page, halves);
         } else if (refined) {
             multiply<REFINED_TILES, false>(x, rows, raw, a.means + (i64)pair * HEAD_DIM, matrix, unscale);
             clear(halves);
-            encode_group<REFINED_TILES, true>(x, 0, side, base, rows, history, a.history_page, halves);
+            encode_group<REFINED_TILES, true, KEY_BITS>(x, 0, side, base, rows, history, a.history_page,
+                                                        halves);
         } else {
             const float* mean = a.means + (i64)pair * HEAD_DIM;
             if (folded) load_numbers(x, rows);
@@ -256,17 +296,18 @@ oscar_write(const __grid_constant__ Arguments a) {
             else multiply<TILES, false>(x, rows, raw, mean, matrix, unscale);
             clear(halves);
             UNROLL for (int group = 0; group < GROUPS; group++)
-                encode_group<TILES / GROUPS, false>(x, group, side, base, rows, history,
-                                                    a.history_page, halves);
+                encode_side<TILES / GROUPS>(x, group, side, base, rows, history, a.history_page, halves);
         }
         UNROLL for (int r = 0; r < TOKEN_TILES; r++) {
             if (rows.history[r] < 0) continue;
             u32 words[LANE_WORDS];
             UNROLL for (int i = 0; i < LANE_WORDS; i++)
-                words[i] = permute_bytes(as_bits(halves[r][i][0]), as_bits(halves[r][i][1]), 0x5410);
+                words[i] = permute_bytes(as_bits(halves[r].low[i][0]), as_bits(halves[r].low[i][1]), 0x5410);
             u8* to = history + rows.history[r] / PAGE * a.history_page + (side ? VALUE_CODES : 0)
-                + rows.history[r] % PAGE * (4 * WORDS) + 4 * LANE_WORDS * t;
+                + rows.history[r] % PAGE * (4 * (side ? VALUE_WORDS : KEY_WORDS)) + 4 * LANE_WORDS * t;
             store_words(to, words, t);
+            if ((side ? VALUE_BITS : KEY_BITS) == 3)
+                store_high_bits(to + 4 * (WORDS - LANE_WORDS * t), halves[r].high, t);
         }
     }
 #if MATRIX_SHARED

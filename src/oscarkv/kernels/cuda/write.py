@@ -52,7 +52,7 @@ def unsupported(k: Tensor, v: Tensor, layer: LayerCache) -> str | None:
     if layer.transforms.metric is not None:
         return "metric rounding"
     for x in (k, v):
-        reason = unsupported_format(x, layer, most_bits=2)
+        reason = unsupported_format(x, layer)
         if reason is not None:
             return reason
         strides = [x.stride(i) for i in range(2) if x.shape[i] > 1]
